@@ -1,0 +1,97 @@
+"""`mstar run`: one request without a server, by the same schema and with the same results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mstar import config
+from mstar.cli import options
+from mstar.errors import RequestError
+
+# what only a server has; --seed is the request's here
+_SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions", "seed")
+
+
+@click.command()
+@click.option("--request", "request_file", metavar="FILE", help="JSON request, as for POST /v1/generate; -: stdin")
+@click.option("--text", help="instead of --request: a request with this text")
+@click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
+@click.option("--voice", help="the same as --param voice=NAME")
+@click.option(
+    "--param", "params", multiple=True, metavar="KEY=VALUE",
+    help="a parameter of the request; the value is JSON, or text where it is not; repeatable",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), help="seed of the request  [default: drawn, and reported]")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("mstar-out"), show_default=True,
+    metavar="DIR", help="folder for result.json, tensors and media",
+)  # fmt: skip
+@options.settings(config.EngineConfig, without=_SERVER_ONLY)
+@options.log_level_option
+@options.config_option
+def run(
+    request_file: str | None,
+    text: str | None,
+    task: str | None,
+    voice: str | None,
+    params: tuple[str, ...],
+    seed: int | None,
+    out: Path,
+    config_file: Path | None,
+    **given: Any,
+) -> None:
+    """Answer one request and write result.json, tensors.safetensors and media files."""
+    request, base = _request(request_file, text)
+    if task is not None:
+        request["task"] = task
+    if seed is not None:
+        request["seed"] = seed
+    more = _params(params) | ({} if voice is None else {"voice": voice})
+    if more:
+        request["params"] = {**(request.get("params") or {}), **more}
+    settings = options.collect(given, config_file)
+    log_level = settings.pop("log_level", config.environment().log_level)
+    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
+    engine = config.EngineConfig(**settings)
+
+    from mstar import launch, observe
+
+    observe.setup_logging(log_level)
+    sys.exit(launch.run(engine, request, out=out, base=base))
+
+
+def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
+    """The request, and the folder that relative paths in it start from."""
+    if (file is None) == (text is None):
+        raise click.UsageError("give either --request FILE or --text TEXT")
+    if file is None:
+        return {"inputs": [{"type": "text", "text": text}]}, Path.cwd()
+    try:
+        content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise click.BadParameter(f"{file}: {error.strerror}", param_hint="--request") from error
+    try:
+        request = json.loads(content)
+    except ValueError as error:
+        raise RequestError(f"--request {file}: not JSON: {error}") from error
+    if not isinstance(request, dict):
+        raise RequestError(f"--request {file}: a request is a JSON object, not a {type(request).__name__}")
+    return request, Path.cwd() if file == "-" else Path(file).absolute().parent
+
+
+def _params(pairs: tuple[str, ...]) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{pair!r}: expected KEY=VALUE", param_hint="--param")
+        try:
+            params[key] = json.loads(value)
+        except ValueError:
+            params[key] = value
+    return params

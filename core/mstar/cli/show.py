@@ -1,0 +1,92 @@
+"""`mstar plugins` and `mstar graph`: what is installed, and what a model is made of. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mstar import config
+from mstar.cli import options
+from mstar.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from mstar.plugin.loader import InstalledPlugin
+
+_SUFFIXES = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="print JSON instead of a table")
+def plugins(as_json: bool) -> None:
+    """List the installed plugins and what their models can do."""
+    from mstar.plugin import loader
+
+    rows = [_describe(plugin) for plugin in loader.installed()]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        click.echo("no plugin is installed; install one, such as with 'pip install mstar-plugin-NAME'")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "version", "distribution", "tasks", "in", "out", "checkpoint")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["name"], row["version"], row["distribution"], f"broken: {row['error']}")
+        else:
+            table.add_row(
+                row["name"], row["version"], row["distribution"], ", ".join(row["tasks"]),
+                ", ".join(row["modalities_in"]), ", ".join(row["modalities_out"]), row["checkpoint"],
+            )  # fmt: skip
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 160)
+
+
+def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
+    from mstar.plugin import loader
+
+    row: dict[str, Any] = {"name": plugin.name, "version": plugin.version, "distribution": plugin.distribution}
+    try:
+        spec = loader.load(plugin.name).spec
+    except (ConfigError, PluginError) as error:
+        return row | {"error": str(error)}
+    return row | {
+        "description": spec.description,
+        "checkpoint": spec.checkpoint,
+        "tasks": list(spec.tasks),
+        "modalities_in": list(spec.modalities_in),
+        "modalities_out": list(spec.modalities_out),
+        "endpoints": list(spec.endpoints),
+    }
+
+
+@click.command()
+@options.settings(config.EngineConfig, without=[n for n in config.flags(config.EngineConfig) if n != "plugin"])
+@click.option("--model", help="draw for this checkpoint: a folder, a hub id or 'tiny'  [default: the published one]")
+@click.option(
+    "--format", "style", type=click.Choice(["text", "mermaid", "svg"]), help="[default: by FILE's suffix, else text]"
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="write to FILE")
+def graph(plugin: str | None, model: str | None, style: str | None, output: Path | None) -> None:
+    """Draw a model's nodes, walks and streams."""
+    from mstar.plugin import draw, loader
+
+    spec = loader.load(options.choose_plugin(plugin)).spec
+    configuration = None
+    if model is not None:
+        from mstar.plugin import checkpoint
+
+        configuration = checkpoint.resolve(spec, model).config
+    style = style or (_SUFFIXES.get(output.suffix, "text") if output else "text")
+    drawing = {"text": draw.text, "mermaid": draw.mermaid, "svg": draw.svg}[style](spec.graph(configuration))
+    if output is None:
+        click.echo(drawing)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(drawing, encoding="utf-8")
+        click.echo(output)

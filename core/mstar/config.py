@@ -1,0 +1,351 @@
+"""Every setting an operator can change: engine and server configuration, configuration files, environment variables.
+
+One table: a field's `Flag` holds its spelling, help text, limits and how a value is read, so that the command line,
+configuration files and validation agree. Read in every process; imports no torch; knows no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mstar.errors import ConfigError
+
+GIB = 1024**3
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
+
+# ---- reading values: from the command line (text) and from YAML (typed) alike; they raise ValueError ------------
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("expected a whole number")
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError("expected a whole number") from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("expected a number") from None
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool | dict | list) or value is None or not str(value):
+        raise ValueError("expected text")
+    return str(value)
+
+
+def _size(value: Any) -> int:
+    """Bytes, from a number or a number with a binary unit: 1073741824, 512MiB, 2G."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value), flags=re.IGNORECASE)
+    if isinstance(value, bool) or match is None:
+        raise ValueError("expected bytes, such as 1073741824, 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _gib(value: Any) -> int:
+    return int(_number(value) * GIB)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _parts(value: Any) -> dict[str, Path]:
+    """Part name -> path, from a mapping or a list of "part=PATH"."""
+    if isinstance(value, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    else:
+        pairs = [str(item).partition("=")[::2] for item in (value if isinstance(value, list | tuple) else [value])]
+    parts: dict[str, Path] = {}
+    for name, path in pairs:
+        if not name or not path:
+            raise ValueError("expected part=PATH")
+        if name in parts:
+            raise ValueError(f"part {name!r} is given twice")
+        parts[str(name)] = Path(str(path)).expanduser()
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """How a field is spelt, explained, read and limited.
+
+    Args:
+        name: the flag, with dashes; without them it is the key in configuration files.
+        help: what it does, with units; the default is appended by whoever prints it.
+        parse: value from text or YAML; raises ValueError.
+        choices, minimum, maximum: what validation accepts.
+        unit: multiplies a field's value up from the flag's unit (for messages), such as GiB for --swap-space.
+        default_text: the default in words, where the value says too little.
+    """
+
+    name: str
+    help: str
+    parse: Callable[[Any], Any]
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    unit: int = 1
+    default_text: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.name.removeprefix("--")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.parse is _boolean
+
+    def shown(self, value: Any) -> str:
+        """A field's value as an operator would write it."""
+        return str(value) if self.unit == 1 else f"{value / self.unit:g}"
+
+
+def _setting(name: str, parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
+    metadata = {"flag": Flag(name=name, help=help, parse=parse, **limits)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine needs to run one model. Raises ConfigError for values that cannot work."""
+
+    plugin: str = _setting(
+        "--plugin", _text, MISSING, "name of the installed plugin that serves the model",
+        default_text="the only one installed",
+    )  # fmt: skip
+    model: str = _setting("--model", _text, "tiny", "checkpoint: a folder, a hub id, or 'tiny' (random weights)")
+    parts: Mapping[str, Path] = _setting(
+        "--set", _parts, dict, "where a further part of the model lies, as part=PATH; repeatable"
+    )
+    served_model_name: tuple[str, ...] = _setting(
+        "--served-model-name", _names, (), "name of the model in the API; repeatable, the first is the main one",
+        default_text="the value of --model",
+    )  # fmt: skip
+    dtype: str = _setting(
+        "--dtype", _text, "auto", "type of weights and activations; auto: float32 on a CPU, else the checkpoint's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    device: str = _setting("--device", _text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")
+    max_model_len: int | None = _setting(
+        "--max-model-len", _integer, None, "most tokens of one sequence, prompt and output together",
+        minimum=1, default_text="the model's own limit",
+    )  # fmt: skip
+    max_num_seqs: int = _setting(
+        "--max-num-seqs", _integer, 32, "most requests that run at once", minimum=1, maximum=65536
+    )
+    max_num_batched_tokens: int = _setting(
+        "--max-num-batched-tokens", _integer, 2048, "token budget of one step; longer prompts are cut into chunks",
+        minimum=1,
+    )  # fmt: skip
+    block_size: int = _setting("--block-size", _integer, 64, "tokens in a page of KV cache", minimum=1, maximum=1024)
+    kv_cache_memory_bytes: int | None = _setting(
+        "--kv-cache-memory-bytes", _size, None, "size of the KV cache, in bytes or as 512MiB, 2GiB", minimum=1,
+        default_text="on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory",
+    )  # fmt: skip
+    swap_space_bytes: int = _setting(
+        "--swap-space", _gib, GIB, "host memory for preempted requests, in GiB; 0: recompute instead",
+        minimum=0, unit=GIB,
+    )  # fmt: skip
+    enable_prefix_caching: bool = _setting(
+        "--enable-prefix-caching", _boolean, True, "reuse the KV cache of prompts that begin alike"
+    )
+    batch_invariant: bool = _setting(
+        "--batch-invariant", _boolean, False, "results bit for bit the same in any batch; slower"
+    )
+    attention_backend: str = _setting(
+        "--attention-backend", _text, "auto", "kernel that computes attention; auto: the fastest that works here"
+    )
+    seed: int | None = _setting(
+        "--seed", _integer, None, "where requests that name no seed draw theirs from", minimum=0, maximum=2**63 - 1,
+        default_text="drawn at start",
+    )  # fmt: skip
+    overlap: bool = False  # prepare the next step while this one runs; the plain step is the oracle
+    max_queue: int = _setting(
+        "--max-queue", _integer, 256, "most requests that wait; more are refused with 429", minimum=0
+    )
+    session_ttl_s: float = _setting("--session-ttl", _number, 300.0, "seconds an idle session is kept", minimum=0)
+    max_sessions: int = _setting("--max-sessions", _integer, 64, "most sessions kept at once", minimum=0)
+    request_timeout_s: float | None = _setting(
+        "--request-timeout", _number, None, "seconds after which a request is ended with an error", minimum=0.001,
+        default_text="no limit",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _validate(self)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
+        if len(set(self.served_model_name)) != len(self.served_model_name):
+            raise ConfigError(
+                f"--served-model-name gives a name twice: {', '.join(self.served_model_name)}; give each once"
+            )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which clients ask for the model; the first is reported."""
+        return self.served_model_name or (self.model,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP server needs. Raises ConfigError for values that cannot work."""
+
+    host: str = _setting("--host", _text, "127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = _setting("--port", _integer, 8000, "TCP port; 0: any free one", minimum=0, maximum=65535)
+    log_level: str = _setting(
+        "--log-level", _text, "info", "how much is logged", choices=("debug", "info", "warning", "error")
+    )
+    max_body_bytes: int = _setting(
+        "--max-body-bytes", _size, 64 * 1024**2, "largest request body, in bytes or as 512MiB, 2GiB", minimum=1024,
+        default_text="64MiB",
+    )  # fmt: skip
+    drain_timeout_s: float = _setting(
+        "--drain-timeout", _number, 30.0, "seconds that running requests get to finish at shutdown", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+
+def flags(config: type[Any]) -> dict[str, Flag]:
+    """Field name -> `Flag` of the settings an operator may give, in order."""
+    return {f.name: f.metadata["flag"] for f in dataclasses.fields(config) if "flag" in f.metadata}
+
+
+def default(config: type[Any], name: str) -> Any:
+    """The default of a field, `dataclasses.MISSING` where there is none."""
+    entry = next(f for f in dataclasses.fields(config) if f.name == name)
+    return entry.default_factory() if callable(entry.default_factory) else entry.default
+
+
+def _validate(config: Any) -> None:
+    for name, flag in flags(type(config)).items():
+        value = getattr(config, name)
+        if flag.choices and value not in flag.choices:
+            problem = f"must be one of {', '.join(flag.choices)}"
+        elif value is None:
+            continue
+        elif flag.minimum is not None and not value >= flag.minimum:  # refuses NaN too
+            problem = f"must be at least {flag.shown(flag.minimum)}"
+        elif flag.maximum is not None and value > flag.maximum:
+            problem = f"must be at most {flag.shown(flag.maximum)}"
+        else:
+            continue
+        usual = flag.default_text or flag.shown(default(type(config), name))
+        raise ConfigError(f"{flag.name} is {flag.shown(value)}; it {problem}; leave it out for the default ({usual})")
+
+
+# ---- configuration files ----------------------------------------------------------------------------------------
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    """Settings of a YAML file, field name -> value; what the command line gives wins over them.
+
+    Keys are flag names without the leading dashes, with dashes or underscores. Raises ConfigError that names file
+    and key for an unknown key (with close matches), a key given twice or a value of the wrong kind.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; give a readable YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected 'flag: value' lines, found a {type(content).__name__}")
+    known = {flag.key: (name, flag) for config in (EngineConfig, ServerConfig) for name, flag in flags(config).items()}
+    settings: dict[str, Any] = {}
+    for written, value in content.items():
+        key = str(written).replace("_", "-")
+        if key not in known:
+            raise ConfigError(f"--config {path}: unknown key {written!r}{suggest(key, known)}")
+        name, flag = known[key]
+        if name in settings:
+            raise ConfigError(f"--config {path}: {key!r} is given twice; remove one")
+        try:
+            settings[name] = flag.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"--config {path}: {written} is {value!r}: {error}") from error
+    return settings
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """What to append to "unknown X": close matches, or the list of what is known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(names) or 'none'}"
+
+
+# ---- environment variables --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What environment variables say.
+
+    Args:
+        cache: MSTAR_CACHE: folder for tiny checkpoints and built kernels (default: ~/.cache/mstar).
+        log_level: MSTAR_LOG_LEVEL: default of --log-level.
+        compiler: CXX, as everywhere: the C++ compiler (default: c++).
+    """
+
+    cache: Path
+    log_level: str
+    compiler: str
+
+
+_VARIABLES = ("MSTAR_CACHE", "MSTAR_LOG_LEVEL")
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """Parse variables. Warns of unknown MSTAR_* ones; raises ConfigError for values that cannot work."""
+    for name in sorted(variables):
+        if name.startswith("MSTAR_") and name not in _VARIABLES:
+            logging.getLogger(__name__).warning(
+                "environment variable %s is not one of mstar's and has no effect%s", name, suggest(name, _VARIABLES)
+            )
+    level = variables.get("MSTAR_LOG_LEVEL", "info").lower()
+    choices = flags(ServerConfig)["log_level"].choices
+    if level not in choices:
+        raise ConfigError(f"MSTAR_LOG_LEVEL is {level!r}; it must be one of {', '.join(choices)}")
+    base = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = variables.get("MSTAR_CACHE")
+    if cache is not None and not cache.strip():
+        raise ConfigError("MSTAR_CACHE is empty; set it to a folder or unset it")
+    return Environment(
+        cache=Path(cache).expanduser().absolute() if cache else base / "mstar",
+        log_level=level,
+        compiler=variables.get("CXX") or "c++",
+    )
+
+
+@functools.cache
+def environment() -> Environment:
+    """This process's environment, read once."""
+    return read_environment(os.environ)

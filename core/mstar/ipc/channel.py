@@ -1,0 +1,121 @@
+"""The two ends of the road between the server's engine and a worker, and the in-memory channel.
+
+The engine's end belongs to an event loop, the worker's to a thread (or, over another channel, a process). Order is
+kept in each direction. Knows nothing of what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from typing import Protocol, cast
+
+from mstar.ipc.messages import FromWorker, ToWorker
+from mstar.ipc.tensors import decode, encode
+
+
+class WorkerEnd(Protocol):
+    """What a worker holds: blocking, used by one thread."""
+
+    def send(self, message: FromWorker) -> None:
+        """Never blocks; does nothing once the engine has closed its end."""
+
+    def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
+        """All messages there are, waiting up to `timeout_s` (None: for ever) for the first; empty on time-out."""
+
+
+class EngineEnd(Protocol):
+    """What an engine holds: used on its event loop only."""
+
+    def send(self, message: ToWorker) -> None:
+        """Never blocks."""
+
+    async def receive(self) -> list[FromWorker]:
+        """All messages there are, waiting for the first."""
+
+    def close(self) -> None:
+        """Stop listening: what the worker sends from now on is dropped."""
+
+
+class MemoryWorkerEnd:
+    """A worker's end in the engine's own process."""
+
+    def __init__(self, inbox: queue.SimpleQueue[ToWorker], peer: MemoryEngineEnd, *, check: bool) -> None:
+        self._inbox = inbox
+        self._peer = peer
+        self._check = check
+
+    def send(self, message: FromWorker) -> None:
+        self._peer.put(cast(FromWorker, decode(encode(message))) if self._check else message)
+
+    def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
+        messages = []
+        try:
+            messages.append(self._inbox.get(block=timeout_s != 0, timeout=timeout_s))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class MemoryEngineEnd:
+    """The engine's end; a message wakes the event loop once, however many follow before it looks."""
+
+    def __init__(self, outbox: queue.SimpleQueue[ToWorker], *, check: bool) -> None:
+        self._outbox = outbox
+        self._check = check
+        self._lock = threading.Lock()  # guards all below: `put` runs on the worker's thread
+        self._inbox: list[FromWorker] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def send(self, message: ToWorker) -> None:
+        self._outbox.put(cast(ToWorker, decode(encode(message))) if self._check else message)
+
+    def put(self, message: FromWorker) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._inbox.append(message)
+            waiter, self._waiter = self._waiter, None
+            # Inside the lock: `close` cannot let the loop end between the look and the call.
+            if waiter is not None and self._loop is not None:
+                self._loop.call_soon_threadsafe(_wake, waiter)
+
+    async def receive(self) -> list[FromWorker]:
+        while True:
+            with self._lock:
+                if self._inbox:
+                    messages, self._inbox = self._inbox, []
+                    return messages
+                self._loop = asyncio.get_running_loop()
+                waiter = self._waiter = self._loop.create_future()
+            try:
+                await waiter
+            finally:
+                with self._lock:
+                    self._waiter = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._waiter = None
+            self._inbox = []
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def memory_channel(*, check: bool = False) -> tuple[MemoryEngineEnd, MemoryWorkerEnd]:
+    """Both ends of a channel inside one process.
+
+    Args:
+        check: encode and decode every message, so that nothing that could not cross processes creeps in.
+    """
+    to_worker: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+    engine = MemoryEngineEnd(to_worker, check=check)
+    return engine, MemoryWorkerEnd(to_worker, engine, check=check)

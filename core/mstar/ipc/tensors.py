@@ -1,0 +1,73 @@
+"""Messages to bytes and back: msgpack, with tensors as one extension type of header and raw bytes.
+
+Used by channels between processes, and by the in-memory channel under test. Knows no sockets and no devices but
+the CPU: whoever sends a tensor has moved it there.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from mstar.ipc.messages import FromWorker, ToWorker
+
+_TENSOR = 1
+_HEADER_SIZE = struct.Struct("<I")
+_DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+_encode_header = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(tuple[str, list[int]]).decode
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """A message as bytes. Raises TypeError for values that may not cross (see `ipc.messages`)."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> ToWorker | FromWorker:
+    """The message that `encode` made bytes of; tuples inside untyped values come back as lists."""
+    return _decoder.decode(data)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The elements of a CPU tensor of any dtype and strides, in C order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_from_bytes(data: bytes | bytearray | memoryview, *, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    """A tensor that owns a copy of `data`, elements in C order. The size must fit."""
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _encode_value(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{type(value).__module__}.{type(value).__qualname__} cannot cross to another process; "
+            "send tensors, numbers, strings, None, and lists and dicts of those"
+        )
+    if value.device.type != "cpu":
+        raise TypeError(f"a tensor on {value.device} cannot cross to another process; move it to the CPU first")
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"tensors of {value.dtype} cannot cross to another process; use one of {', '.join(_DTYPES)}")
+    header = _encode_header((name, list(value.shape)))
+    return msgspec.msgpack.Ext(_TENSOR, _HEADER_SIZE.pack(len(header)) + header + tensor_bytes(value))
+
+
+def _decode_extension(code: int, data: memoryview) -> Tensor:
+    assert code == _TENSOR, f"unknown extension type {code}"
+    start = _HEADER_SIZE.size + _HEADER_SIZE.unpack_from(data)[0]
+    name, shape = _decode_header(data[_HEADER_SIZE.size : start])
+    return tensor_from_bytes(data[start:], dtype=_DTYPES[name], shape=shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_value)
+_decoder = msgspec.msgpack.Decoder(ToWorker | FromWorker, ext_hook=_decode_extension)

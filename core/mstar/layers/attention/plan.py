@@ -1,0 +1,243 @@
+"""What one step's attention does: ragged rows, pages, and how far each query sees.
+
+Built by the worker on the host with numpy, before the step; the tensors go to the device, the numpy twins stay so
+that backends plan without waiting for it. Knows nothing of layers, heads or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostPlan:
+    """Numpy twins of `AttentionPlan`'s tensors.
+
+    Args:
+        query_lens: (B,) int32, new tokens of each row.
+        causal: no query sees past itself.
+        max_query_len: most new tokens of a row.
+        max_kv_len: most tokens, context and new, of a row.
+    """
+
+    query_starts: IntArray
+    query_lens: IntArray
+    context_lens: IntArray
+    page_table: IntArray
+    visible_end: IntArray
+    causal: bool
+    max_query_len: int
+    max_kv_len: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
+class AttentionPlan:
+    """One step's rows. Row b's KV is its cached context, then its own new tokens.
+
+    Args:
+        query_starts: (B + 1,) int32, ragged starts of each row's new tokens.
+        context_lens: (B,) int32, tokens in the cache before this step.
+        page_table: (B, max_pages) int32, page ids in order; unused entries 0 (the scratch page).
+        slot_mapping: (T,) int64, page * page_size + offset where each new token's K and V go (0 without `write`).
+        visible_end: (T,) int32, exclusive end of what each query sees, counted in its row's KV.
+        write: False: new K and V are not cached, yet visible to the row's queries.
+        decode: every row has exactly one new token.
+        derived: what backends computed from this plan, reused by all layers.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    visible_end: Tensor
+    write: bool
+    decode: bool
+    page_size: int
+    batch_invariant: bool
+    host: HostPlan
+    derived: dict[Any, Any] = field(default_factory=dict)
+
+
+def build_plan(
+    *,
+    query_lens: IntArray,
+    context_lens: IntArray,
+    page_table: IntArray,
+    page_size: int,
+    device: torch.device | str,
+    write: bool = True,
+    full: NDArray[np.bool_] | None = None,
+    spans: Sequence[NDArray[np.integer[Any]] | None] | None = None,
+    batch_invariant: bool = False,
+) -> AttentionPlan:
+    """Plan one step over B rows. Host work only; one copy to the device.
+
+    Args:
+        query_lens: (B,) int32 new tokens per row; 0 is allowed.
+        context_lens: (B,) int32 cached tokens per row.
+        page_table: (B, P) int32; row b holds context (and, with `write`, new) tokens in `page_table[b]`'s pages, in
+            order. Columns that no row needs are dropped. Copied: the caller may go on changing it.
+        full: (B,) the row's new tokens are one bidirectional block.
+        spans: per row, None or (n, 2): [start, end) of bidirectional spans within the row's new tokens.
+    """
+    rows = len(query_lens)
+    max_query_len = int(query_lens.max()) if rows else 0
+    decode = max_query_len == 1 and int(query_lens.min()) == 1
+    kv_lens = context_lens + query_lens
+    max_kv_len = int(kv_lens.max()) if rows else 0
+    stored = max_kv_len if write or not rows else int(context_lens.max())
+    width = max(-(-stored // page_size), 1)
+    assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
+
+    tokens = rows if decode else int(query_lens.sum())
+    # One buffer, hence one copy to a device; the int64 slots come first so that they are aligned.
+    buffer = np.empty(2 * tokens + tokens + 2 * rows + 1 + rows * width, dtype=np.int32)
+    bounds = _bounds(tokens, rows, width)
+    slots = buffer[: bounds[0]].view(np.int64)
+    visible_end, starts, contexts, pages = (buffer[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    contexts[:] = context_lens
+    pages = pages.reshape(rows, width)
+    pages[:] = page_table[:, :width]
+    causal = True
+    if decode:
+        starts[:] = _arange(rows + 1)
+        positions, row_of = contexts, _arange(rows)
+        np.add(contexts, 1, out=visible_end)
+    else:
+        starts[0] = 0
+        np.cumsum(query_lens, out=starts[1:])
+        row_of = np.repeat(_arange(rows), query_lens)
+        positions = contexts[row_of] + (_arange(tokens) - starts[row_of])
+        np.add(positions, 1, out=visible_end)
+        causal = not _open_spans(visible_end, starts=starts, contexts=contexts, kv_lens=kv_lens, full=full, spans=spans)
+    if write:
+        slots[:] = pages[row_of, positions // page_size]
+        slots *= page_size
+        slots += positions % page_size
+    else:
+        slots[:] = 0
+
+    tensors = _to_device(buffer, bounds, device=torch.device(device))
+    return AttentionPlan(
+        slot_mapping=tensors[0].view(torch.int64),
+        visible_end=tensors[1],
+        query_starts=tensors[2],
+        context_lens=tensors[3],
+        page_table=tensors[4].view(rows, width),
+        write=write,
+        decode=decode,
+        page_size=page_size,
+        batch_invariant=batch_invariant,
+        host=HostPlan(
+            query_starts=starts,
+            query_lens=query_lens,
+            context_lens=contexts,
+            page_table=pages,
+            visible_end=visible_end,
+            causal=causal,
+            max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+        ),
+    )
+
+
+def plan_from_tensors(
+    *,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    visible_end: Tensor,
+    write: bool,
+    decode: bool,
+    page_size: int,
+    batch_invariant: bool,
+) -> AttentionPlan:
+    """The plan these tensors came from. Waits for the device; used only when the op is called without its plan."""
+    starts, contexts, pages, visible = (
+        tensor.cpu().numpy() for tensor in (query_starts, context_lens, page_table, visible_end)
+    )
+    query_lens = np.diff(starts)
+    row_of = np.repeat(np.arange(len(query_lens)), query_lens)
+    own_end = contexts[row_of] + np.arange(len(row_of)) - starts[row_of] + 1
+    return AttentionPlan(
+        query_starts=query_starts,
+        context_lens=context_lens,
+        page_table=page_table,
+        slot_mapping=slot_mapping,
+        visible_end=visible_end,
+        write=write,
+        decode=decode,
+        page_size=page_size,
+        batch_invariant=batch_invariant,
+        host=HostPlan(
+            query_starts=starts,
+            query_lens=query_lens,
+            context_lens=contexts,
+            page_table=pages,
+            visible_end=visible,
+            causal=bool((visible == own_end).all()),
+            max_query_len=int(query_lens.max(initial=0)),
+            max_kv_len=int((contexts + query_lens).max(initial=0)),
+        ),
+    )
+
+
+_RANGE = np.arange(4096, dtype=np.int32)
+
+
+def _arange(length: int) -> IntArray:
+    return _RANGE[:length] if length <= len(_RANGE) else np.arange(length, dtype=np.int32)
+
+
+def _bounds(tokens: int, rows: int, width: int) -> list[int]:
+    """Ends of slots, visible_end, query_starts, context_lens and page_table in the buffer, in int32 words."""
+    ends = [2 * tokens]
+    for words in (tokens, rows + 1, rows, rows * width):
+        ends.append(ends[-1] + words)
+    return ends
+
+
+def _open_spans(
+    visible_end: IntArray,
+    *,
+    starts: IntArray,
+    contexts: IntArray,
+    kv_lens: IntArray,
+    full: NDArray[np.bool_] | None,
+    spans: Sequence[NDArray[np.integer[Any]] | None] | None,
+) -> bool:
+    """Let the tokens of a block see to its end, in place; whether there was any block."""
+    opened = False
+    if full is not None:
+        for row in np.flatnonzero(full):
+            visible_end[starts[row] : starts[row + 1]] = kv_lens[row]
+            opened = True
+    if spans is not None:
+        for row, row_spans in enumerate(spans):
+            if row_spans is None:
+                continue
+            for start, end in row_spans:
+                assert 0 <= start < end <= starts[row + 1] - starts[row], f"row {row}: no span [{start}, {end})"
+                visible_end[starts[row] + start : starts[row] + end] = contexts[row] + end
+                opened = True
+    return opened
+
+
+def _to_device(buffer: IntArray, bounds: list[int], *, device: torch.device) -> list[Tensor]:
+    """The parts of the buffer as device tensors; on a CPU they share its memory."""
+    whole = torch.from_numpy(buffer)
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    elif device.type != "cpu":
+        whole = whole.to(device)
+    return list(whole.split([bounds[0]] + [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]))

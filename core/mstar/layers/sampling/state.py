@@ -1,0 +1,224 @@
+"""Sampling parameters and penalty counts of live requests, as rows of tensors. Knows rows, not requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.errors import PluginError, RequestError
+from mstar.types import SamplingParams
+
+_COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # per-row tensors and what an empty row holds: greedy
+    "temperature": (torch.float32, 0),
+    "top_k": (torch.int64, 0),
+    "top_p": (torch.float32, 1),
+    "tail": (torch.float32, -1),
+    "min_p": (torch.float32, 0),
+    "repetition": (torch.float32, 1),
+    "presence": (torch.float32, 0),
+    "frequency": (torch.float32, 0),
+    "key": (torch.int64, 0),
+    "step": (torch.int64, 0),
+}
+_WIDE_COLUMNS: dict[str, tuple[torch.dtype, float]] = {
+    "bias_index": (torch.int64, -1),
+    "bias_value": (torch.float32, 0),
+}
+_VOCAB_COLUMNS = {"counts": torch.int32, "prompt_mask": torch.bool}
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+_FEATURES: dict[str, Callable[[SamplingParams], bool]] = {
+    "random": lambda params: params.temperature > 0,
+    "filter": _is_filtered,
+    "bias": lambda params: bool(params.logit_bias),
+    "repetition": lambda params: params.repetition_penalty != 1,
+    "additive": lambda params: params.presence_penalty != 0 or params.frequency_penalty != 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot:
+    """A row on the host, for swapping."""
+
+    params: SamplingParams | None
+    columns: dict[str, Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class SamplingState:
+    """One sampler's rows, R of them; row 0 is scratch, for padding.
+
+    Args:
+        temperature: (R,) float32; 0 is greedy, and switches top-k, top-p and min-p off.
+        top_k: (R,) int64; 0 is off.
+        top_p, tail: (R,) float32; `tail` is 1 - top_p rounded once, the mass that may go; -1 is off.
+        min_p, repetition, presence, frequency: (R,) float32.
+        key, step: (R,) int64: what the next draw is a function of.
+        bias_index, bias_value: (R, max_bias) int64 (-1: unused) and float32.
+        counts: (R, V) int32, how often each token was generated; None until a row has a penalty, and kept right
+            for rows that have one only.
+        prompt_mask: (R, V) bool, tokens of the prompt; None until a row has a repetition penalty.
+        full: take every feature as in use whatever the rows hold, so that a captured step serves any of them.
+    """
+
+    vocab_size: int
+    device: torch.device
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    tail: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    key: Tensor
+    step: Tensor
+    bias_index: Tensor
+    bias_value: Tensor
+    counts: Tensor | None = None
+    prompt_mask: Tensor | None = None
+    full: bool = False
+    _params: dict[int, SamplingParams] = field(default_factory=dict)
+    _users: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in _FEATURES})
+
+    @classmethod
+    def allocate(
+        cls, rows: int, vocab_size: int, device: torch.device | str, max_bias: int = 300, full: bool = False
+    ) -> SamplingState:
+        """A state of `rows` empty rows."""
+        target = torch.device(device)
+        tensors: dict[str, Any] = {
+            name: torch.full((rows,), fill, dtype=dtype, device=target) for name, (dtype, fill) in _COLUMNS.items()
+        }
+        for name, (dtype, fill) in _WIDE_COLUMNS.items():
+            tensors[name] = torch.full((rows, max_bias), fill, dtype=dtype, device=target)
+        state = cls(vocab_size=vocab_size, device=target, full=full, **tensors)
+        if full:
+            state._need_vocab("counts", "prompt_mask")
+        return state
+
+    @property
+    def rows(self) -> int:
+        return self.key.shape[0]
+
+    def uses(self, feature: str) -> bool:
+        """Whether any row uses a feature: "random", "filter", "bias", "repetition" or "additive"."""
+        return self.full or bool(self._users[feature])
+
+    def set_row(self, row: int, params: SamplingParams, key: int, prompt_ids: Sequence[int] = ()) -> None:
+        """Begin a request at `row`. Raises RequestError for a logit bias outside the vocabulary."""
+        bias = self._check_bias(params)
+        self.clear_row(row)
+        self._register(row, params)
+        values: dict[str, float] = {
+            "temperature": params.temperature,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "key": key,
+        }
+        if params.temperature > 0:
+            values |= {"top_k": max(params.top_k, 0), "top_p": params.top_p, "min_p": params.min_p}
+            values["tail"] = 1 - params.top_p if params.top_p < 1 else -1
+        for name, value in values.items():
+            getattr(self, name)[row] = value
+        if bias:
+            self.bias_index[row, : len(bias)] = torch.tensor(list(bias), device=self.device)
+            self.bias_value[row, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
+        if self.counts is not None:
+            self.counts[row] = 0
+        if self.prompt_mask is not None:
+            self.prompt_mask[row] = False
+            if params.repetition_penalty != 1 and len(prompt_ids) > 0:
+                ids = torch.as_tensor(prompt_ids, dtype=torch.int64)
+                if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
+                    raise PluginError(
+                        f"a sampler's prompt holds token ids from {int(ids.min())} to {int(ids.max())}, "
+                        f"outside its vocabulary of {self.vocab_size}"
+                    )
+                self.prompt_mask[row, ids.to(self.device)] = True
+
+    def clear_row(self, row: int) -> None:
+        """End the request at `row`: greedy, no penalties, step 0."""
+        self._params.pop(row, None)
+        for users in self._users.values():
+            users.discard(row)
+        for name, (_, fill) in (_COLUMNS | _WIDE_COLUMNS).items():
+            getattr(self, name)[row] = fill
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Make `target` draw what `source` would."""
+        self.restore_row(target, self._take(source))
+
+    def snapshot_row(self, row: int) -> RowSnapshot:
+        """The row's content on the host."""
+        taken = self._take(row)
+        return RowSnapshot(taken.params, {name: value.cpu() for name, value in taken.columns.items()})
+
+    def restore_row(self, row: int, snapshot: RowSnapshot) -> None:
+        """Put a snapshot back, at any row."""
+        self.clear_row(row)
+        if snapshot.params is not None:
+            self._register(row, snapshot.params)
+        for name, value in snapshot.columns.items():
+            getattr(self, name)[row] = value.to(self.device)
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` rows; the present ones keep their content."""
+        extra = rows - self.rows
+        if extra <= 0:
+            return
+        for name, (dtype, fill) in (_COLUMNS | _WIDE_COLUMNS).items():
+            old = getattr(self, name)
+            new = torch.full((extra, *old.shape[1:]), fill, dtype=dtype, device=self.device)
+            setattr(self, name, torch.cat((old, new)))
+        for name, dtype in _VOCAB_COLUMNS.items():
+            old = getattr(self, name)
+            if old is not None:
+                new = torch.zeros((extra, self.vocab_size), dtype=dtype, device=self.device)
+                setattr(self, name, torch.cat((old, new)))
+
+    def _check_bias(self, params: SamplingParams) -> dict[int, float]:
+        bias: dict[int, float] = {}
+        for text, value in (params.logit_bias or {}).items():
+            if not text.isdecimal() or int(text) >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias names token {text!r}; ids of this model are 0 to {self.vocab_size - 1}",
+                    param="logit_bias",
+                )
+            bias[int(text)] = value
+        if len(bias) > self.bias_index.shape[1]:
+            raise RequestError(
+                f"logit_bias has {len(bias)} entries; the limit is {self.bias_index.shape[1]}", param="logit_bias"
+            )
+        return bias
+
+    def _register(self, row: int, params: SamplingParams) -> None:
+        self._params[row] = params
+        for name, is_used in _FEATURES.items():
+            if is_used(params):
+                self._users[name].add(row)
+        if row in self._users["repetition"]:
+            self._need_vocab("counts", "prompt_mask")
+        elif row in self._users["additive"]:
+            self._need_vocab("counts")
+
+    def _need_vocab(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is None:
+                shape = (self.rows, self.vocab_size)
+                setattr(self, name, torch.zeros(shape, dtype=_VOCAB_COLUMNS[name], device=self.device))
+
+    def _take(self, row: int) -> RowSnapshot:
+        names = [*_COLUMNS, *_WIDE_COLUMNS]
+        if row in self._users["repetition"] or row in self._users["additive"]:
+            names += [name for name in _VOCAB_COLUMNS if getattr(self, name) is not None]
+        return RowSnapshot(self._params.get(row), {name: getattr(self, name)[row].clone() for name in names})

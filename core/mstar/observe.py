@@ -1,0 +1,105 @@
+"""What operators see: log lines and progress. Used in every process; knows nothing about HTTP or models.
+
+Secrets and encoded media never reach a log: the formatter cuts them out of messages and tracebacks alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+logger = logging.getLogger(__name__)
+
+_SECRETS = re.compile(
+    r"""(?ix)
+    (\b(?:authorization|proxy-authorization|api[-_]?key|(?:hf|access|auth)[-_]?token|password|secret)["']?\s*[:=]\s*["']?(?:bearer\s+|basic\s+)?)
+    [^\s"',;}]+
+    | (\bbearer\s+)[\w.~+/-]{8,}=*
+    | (://[^\s/:@]+:)[^\s/@]+(?=@)
+    | \b((?:sk|hf)[-_])[A-Za-z0-9_-]{16,}
+    """
+)
+_ENCODED = re.compile(r"[A-Za-z0-9+/_-]{256,}={0,2}")
+
+
+def redact(text: str) -> str:
+    """`text` without credentials, and with long base64 replaced by its length."""
+    text = _ENCODED.sub(lambda match: f"<{len(match[0])} characters of encoded data>", text)
+    return _SECRETS.sub(lambda match: next((group for group in match.groups() if group), "") + "***", text)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever `sys.stderr` is now, so that redirection after `setup_logging` works."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def setup_logging(level: str) -> None:
+    """Send log lines at `level` ("debug", "info", "warning", "error") and above to standard error.
+
+    May be called again to change the level; lines are never doubled.
+    """
+    root = logging.getLogger()
+    if not any(isinstance(handler, _Handler) for handler in root.handlers):
+        handler = _Handler(sys.stderr)
+        handler.addFilter(_is_wanted)
+        handler.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Ours, plugins' and the HTTP server's lines; of other libraries only warnings and errors."""
+    return record.levelno >= logging.WARNING or record.name.startswith(("mstar", "uvicorn"))
+
+
+@contextmanager
+def progress(description: str, total: float | None, unit: str = "items") -> Iterator[Callable[[float], None]]:
+    """Show how far a long step is: a bar on a terminal, else one log line with the seconds at its end.
+
+    Yields a function that is called with how many units more are done.
+
+    Args:
+        description: what is being done, such as "loading weights".
+        total: how many units there are; None: not known.
+        unit: "bytes" is shown as KB, MB, GB; anything else as it is.
+    """
+    started = time.monotonic()
+    done = 0.0
+    console = Console(stderr=True)
+    count = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        count,
+        TextColumn("" if unit == "bytes" else unit),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal or not logger.isEnabledFor(logging.INFO),
+    )
+    with bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(amount: float = 1) -> None:
+            nonlocal done
+            done += amount
+            bar.update(task, advance=amount)
+
+        yield advance
+    amount = f"{done / 2**20:.1f} MiB" if unit == "bytes" else f"{done:g} {unit}"
+    logger.info("%s: %s in %.1f s", description, amount, time.monotonic() - started)

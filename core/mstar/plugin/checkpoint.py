@@ -1,0 +1,185 @@
+"""Finds a model's files before anything is loaded: in folders, on the hub, or written at random for "tiny".
+
+Runs in every process that loads a model. Imports no torch and reads no weights; what the files hold is the plugin's
+business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import mstar
+from mstar.config import environment, suggest
+from mstar.errors import ConfigError, MstarError, PluginError
+from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, require_tiny
+
+log = logging.getLogger(__name__)
+
+TINY = "tiny"
+_MARKER = "mstar-tiny.json"  # written last: which folder inside to load
+_IGNORED = (
+    "*.gguf",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+    "*.tflite",
+    "*.ckpt",
+    "optimizer*",
+    "*.distcp",
+    "training_args.bin",
+)
+
+
+def download_snapshot(repository: str) -> Path:
+    """The folder of a hub repository, downloaded if need be. Honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE."""
+    from huggingface_hub import errors, snapshot_download
+
+    page = f"https://huggingface.co/{repository}"
+    try:
+        return Path(snapshot_download(repository, ignore_patterns=list(_IGNORED)))
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{repository!r} is gated: accept its terms at {page}, then run 'hf auth login' or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"the hub has no {repository!r}, or it is private; check the spelling, or set HF_TOKEN to see private ones"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ConfigError(
+            f"{repository!r} is not in the hub's cache and cannot be downloaded (no connection, or HF_HUB_OFFLINE is "
+            f"set): go online once, point HF_HOME to a cache that has it, or pass its folder"
+        ) from error
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"downloading {repository!r} failed: {reason}; try again, or pass its folder") from error
+
+
+def resolve(
+    spec: ModelSpec,
+    model: str,
+    *,
+    parts: Mapping[str, Path] | None = None,
+    download: Callable[[str], Path] = download_snapshot,
+    cache: Path | None = None,
+) -> Checkpoint:
+    """Find the folders of `model` (a folder, a hub id, or "tiny") and of the spec's further parts; read its config.
+
+    A part is looked for in `parts` (the operator's `--set part=PATH`), in the model's folder, beside it, then on the
+    hub. `cache` holds tiny checkpoints (default: where MSTAR_CACHE says).
+
+    Raises ConfigError for what the operator can change, PluginError for what only the plugin's author can.
+    """
+    given = dict(parts or {})
+    for name, path in given.items():
+        if name not in spec.parts:
+            raise ConfigError(f"--set {name}={path}: {spec.name!r} has no such part{suggest(name, spec.parts)}")
+        if not path.is_dir():
+            raise ConfigError(f"--set {name}={path}: there is no such folder")
+    if model == TINY:
+        folder = _tiny(spec, (cache or environment().cache) / "tiny")
+    else:
+        folder = _folder(model) or download(model)
+    found = {name: given.get(name) or _nearby(folder, name) for name in spec.parts}
+    if model == TINY and None in found.values():
+        missing = next(name for name, path in found.items() if path is None)
+        raise PluginError(f"plugin {spec.name!r}: its tiny checkpoint {folder} lacks the part {missing!r}")
+    resolved = {name: path or download(spec.parts[name]) for name, path in found.items()}
+    return Checkpoint(model=model, folder=folder, parts=resolved, config=_config(spec, folder, resolved))
+
+
+def _folder(model: str) -> Path | None:
+    """The folder `model` names, or None for a hub id."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"--model {model} is a file; pass the folder it lies in")
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+        return None
+    raise ConfigError(f"--model {model}: there is no such folder, and it is no hub id such as 'owner/name'")
+
+
+def _nearby(folder: Path, part: str) -> Path | None:
+    return next((path for path in (folder / part, folder.absolute().parent / part) if path.is_dir()), None)
+
+
+def _config(spec: ModelSpec, folder: Path, parts: Mapping[str, Path]) -> Any:
+    read = load_object(spec.config, plugin=spec.name)
+    try:
+        return read(folder, parts)
+    except (OSError, ValueError, KeyError, msgspec.MsgspecError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{folder} is not a checkpoint that plugin {spec.name!r} can read: {reason}") from error
+
+
+# ---- tiny checkpoints -----------------------------------------------------------------------------------
+
+
+def _tiny(spec: ModelSpec, cache: Path) -> Path:
+    """The plugin's tiny checkpoint, written once per version of its code."""
+    maker = require_tiny(spec)
+    home = cache / f"{spec.name}-{_code_version(maker)}"
+    if not (home / _MARKER).exists():
+        _write_tiny(spec, load_object(maker, plugin=spec.name), home)
+    return home / json.loads((home / _MARKER).read_text(encoding="utf-8"))["folder"]
+
+
+def _code_version(path: str) -> str:
+    """A hash of mstar's version and the Python files of the package that a dotted path lies in."""
+    package = path.partition(":")[0].partition(".")[0]
+    found = importlib.util.find_spec(package)
+    digest = hashlib.sha256(mstar.__version__.encode())
+    for location in (found.submodule_search_locations or ()) if found else ():
+        for file in sorted(Path(location).rglob("*.py")):
+            digest.update(str(file.relative_to(location)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _write_tiny(spec: ModelSpec, make: Callable[[Path], Path], home: Path) -> None:
+    """Write beside, then rename: other processes see a whole checkpoint or none."""
+    log.info("writing a tiny random checkpoint of %s to %s", spec.name, home)
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}-"))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {home.parent}: {error}; set MSTAR_CACHE to a writable folder") from error
+    try:
+        folder = _made(spec, make, temporary)
+        (temporary / _MARKER).write_text(json.dumps({"folder": str(folder)}), encoding="utf-8")
+        try:
+            temporary.rename(home)
+        except OSError:
+            if not (home / _MARKER).exists():  # else another process was first, with the same files
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _made(spec: ModelSpec, make: Callable[[Path], Path], temporary: Path) -> Path:
+    """Where, inside of `temporary`, the maker put the folder to load."""
+    try:
+        folder = Path(make(temporary))
+    except MstarError:
+        raise
+    except Exception as error:  # a plugin's code may raise anything; whatever it is, it is the plugin's
+        raise PluginError(
+            f"plugin {spec.name!r}: writing its tiny checkpoint failed: {type(error).__name__}: {error}"
+        ) from error
+    if not folder.is_dir() or not folder.is_relative_to(temporary):
+        raise PluginError(
+            f"plugin {spec.name!r}: {spec.tiny} returned {folder}; it must be a folder within {temporary}"
+        )
+    return folder.relative_to(temporary)

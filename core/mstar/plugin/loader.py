@@ -1,0 +1,229 @@
+"""Finds installed plugins without importing them, and loads one by name.
+
+Every process loads the plugin it needs itself, by the same path, whoever made the plugin. Imports no torch; of the
+files a spec points to, it checks that they exist but imports none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+import mstar
+from mstar.config import suggest
+from mstar.errors import ConfigError, PluginError
+from mstar.plugin import hooks
+from mstar.plugin.spec import ModelSpec
+
+CORE = "mstar-core"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledPlugin:
+    """A plugin's entry point; nothing of it has been imported.
+
+    Args:
+        value: the module (or object) that holds its hooks.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPlugin:
+    spec: ModelSpec
+    distribution: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+def installed() -> list[InstalledPlugin]:
+    """Every installed plugin, by name; one name may occur twice. Imports none."""
+    return sorted(
+        (_describe(point) for point in _entry_points()), key=lambda plugin: (plugin.name, plugin.distribution)
+    )
+
+
+def load(name: str) -> LoadedPlugin:
+    """Import the plugin called `name` (dashes and underscores alike), and no other.
+
+    Raises:
+        ConfigError: none or more than one distribution has it, or it needs another version of mstar.
+        PluginError: it cannot be imported, or breaks the contract.
+    """
+    point = _find(name)
+    plugin = _describe(point)
+    assert point.dist is not None
+    _check_requirement(plugin, _core_requirement(point.dist))
+    spec = _registered(plugin, _import(point, plugin))
+    _check_requirement(plugin, spec.requires_core)
+    _check_paths(plugin, spec)
+    return LoadedPlugin(spec=spec, distribution=plugin.distribution, version=plugin.version)
+
+
+def _entry_points() -> list[EntryPoint]:
+    # a distribution seen twice on sys.path (a checkout and its installation) is one claimant
+    return [point for point in entry_points(group=hooks.PROJECT) if point.dist is not None]
+
+
+def _describe(point: EntryPoint) -> InstalledPlugin:
+    assert point.dist is not None
+    return InstalledPlugin(name=point.name, distribution=point.dist.name, version=point.dist.version, value=point.value)
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _find(name: str) -> EntryPoint:
+    found = [point for point in _entry_points() if _key(point.name) == _key(name)]
+    claimants = [_describe(point) for point in found]
+    if not found:
+        plugins = installed()
+        listed = ", ".join(str(plugin) for plugin in plugins) or "none"
+        near = suggest(_key(name), [p.name for p in plugins])
+        hint = near if near.startswith("; did you mean") else ""
+        package = f"mstar-plugin-{_key(name).replace('_', '-')}"
+        raise ConfigError(f"no plugin {name!r} is installed{hint}; installed: {listed}; try: pip install {package}")
+    if len(found) > 1:
+        listed = " and ".join(f"{c.distribution} {c.version} ({c.value})" for c in claimants)
+        raise ConfigError(f"plugin {name!r} is claimed by {listed}; uninstall all but one")
+    return found[0]
+
+
+# ---- the core it needs ----------------------------------------------------------------------------------
+
+
+def _core_requirement(distribution: Distribution) -> str:
+    """What the distribution's metadata says it needs, so that an old core is found before an import fails of it."""
+    for line in distribution.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue  # of another package, or pip would have refused to install it
+        if canonicalize_name(requirement.name) == CORE and (
+            requirement.marker is None or requirement.marker.evaluate()
+        ):
+            return str(requirement.specifier)
+    return ""
+
+
+def _check_requirement(plugin: InstalledPlugin, needed: str) -> None:
+    try:
+        satisfied = SpecifierSet(needed).contains(mstar.__version__, prereleases=True)
+    except InvalidSpecifier as error:
+        raise PluginError(
+            f"plugin {plugin}: requires_core is {needed!r}, not a version specifier such as >=0.1"
+        ) from error
+    if not satisfied:
+        raise ConfigError(
+            f"plugin {plugin} needs {CORE} {needed}, but {mstar.__version__} is installed; "
+            f"try: pip install '{CORE}{needed}', or another version of {plugin.distribution}"
+        )
+
+
+# ---- its hook -------------------------------------------------------------------------------------------
+
+
+def _import(point: EntryPoint, plugin: InstalledPlugin) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # a plugin's code may raise anything; whatever it is, it is the plugin's
+        raise PluginError(
+            f"plugin {plugin}: importing {plugin.value!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
+    """The one spec the plugin's hook registers."""
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    try:
+        manager.register(module, name=plugin.name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        reason = " ".join(str(error).split())
+        raise PluginError(f"plugin {plugin}: {reason}; the hook is register_models(register)") from error
+    if not manager.hook.register_models.get_hookimpls():
+        raise PluginError(
+            f"plugin {plugin}: {plugin.value!r} has no hook register_models(register) marked with mstar.plugin.hookimpl"
+        )
+    specs: list[ModelSpec] = []
+    try:
+        manager.hook.register_models(register=specs.append)
+    except Exception as error:  # as in _import
+        raise PluginError(
+            f"plugin {plugin}: its hook register_models failed: {type(error).__name__}: {error}"
+        ) from error
+    for spec in specs:
+        if not isinstance(spec, ModelSpec):
+            raise PluginError(f"plugin {plugin}: register_models registered a {type(spec).__name__}, not a ModelSpec")
+        if spec.name != plugin.name:
+            raise PluginError(
+                f"plugin {plugin}: register_models registered {spec.name!r}; the name must be the entry point's, "
+                f"{plugin.name!r}"
+            )
+    if len(specs) != 1:
+        count = "nothing" if not specs else f"{plugin.name!r} {len(specs)} times"
+        raise PluginError(f"plugin {plugin}: register_models registered {count}; it must register one model, once")
+    return specs[0]
+
+
+# ---- the files its spec points to -----------------------------------------------------------------------
+
+
+def _check_paths(plugin: InstalledPlugin, spec: ModelSpec) -> None:
+    problems = []
+    for field, path in _dotted_paths(spec):
+        module, _, name = path.partition(":")
+        if not module or not name:
+            problems.append(f"{field} is {path!r}; it must be of the form 'package.module:Name'")
+        elif not _exists(module):
+            problems.append(f"{field} is {path!r}, but there is no module {module!r}")
+    if not spec.tasks:
+        problems.append("tasks is empty; a model has at least one task")
+    if problems:
+        raise PluginError(f"plugin {plugin}: its spec has wrong fields:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _dotted_paths(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    yield "config", spec.config
+    yield "processor", spec.processor
+    for field in ("tiny", "max_model_len", "voices"):
+        path = getattr(spec, field)
+        if path is not None:
+            yield field, path
+    for module, path in spec.nodes.items():
+        yield f"nodes[{module!r}]", path
+
+
+def _exists(module: str) -> bool:
+    """Whether a module can be found, without importing it or the packages it lies in."""
+    first, *rest = module.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except ValueError:  # in sys.modules without a spec, as in a notebook
+        return False
+    for part in rest:
+        if found is None or found.submodule_search_locations is None:
+            return False
+        found = PathFinder.find_spec(f"{found.name}.{part}", found.submodule_search_locations)
+    return found is not None

@@ -1,0 +1,301 @@
+"""Walks compiled once to flat programs: run, loop, each, split, fork, join. A request carries cursors into them.
+
+Pure data, imports no torch. `compile_graph` expects a graph that `validate` accepts. The worker's router interprets
+programs; nothing here executes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mstar.plugin.graph import (
+    Alias,
+    Call,
+    Drop,
+    DynamicLoop,
+    Each,
+    Fork,
+    Graph,
+    Loop,
+    Method,
+    Parallel,
+    Predicate,
+    Section,
+    Sequential,
+    Stream,
+    When,
+    calls,
+    children,
+)
+
+MethodKey = tuple[str, str]
+"""(module, method): the unit of batching."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Run one method, then go on at the next op."""
+
+    node: str
+    key: MethodKey
+    method: Method
+    inputs: tuple[tuple[str, str], ...]  # (port, value)
+    outputs: tuple[tuple[str, str], ...]
+    receives: tuple[tuple[str, Stream], ...]
+    sends: tuple[tuple[str, str], ...]  # (port, stream name)
+    emits: tuple[tuple[str, str], ...]
+
+    @property
+    def target(self) -> str:
+        return f"{self.node}.{self.method.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopStart:
+    """Enter a loop; `exit` is the op after it. `streams`: those whose end ends this loop."""
+
+    dynamic: bool
+    limit: int | str | None
+    budget: str | None
+    exit: int
+    collect: tuple[tuple[str, str], ...]
+    streams: frozenset[str]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopEnd:
+    """The end of a loop's body; back to `body` (the op after its LoopStart) or on to the next op."""
+
+    body: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Side by side: one branch cursor at each of `branches`; this cursor goes on at `join` when all have joined."""
+
+    branches: tuple[int, ...]
+    join: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spawn:
+    """One child cursor at `body` per item of `over`; this cursor goes on at `join` when all have joined.
+
+    `feeds`, `emits`: streams that the body itself (not an inner Spawn) sends on, and names under which it emits:
+    they live and end with each child.
+    """
+
+    over: str
+    body: int
+    join: int
+    fork: str | None
+    collect: tuple[tuple[str, str], ...]
+    ordered: Predicate | None
+    feeds: frozenset[str]
+    emits: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skip:
+    """Go to `target`, leaving `absent` values absent, unless the predicate holds."""
+
+    predicate: Predicate
+    target: int
+    absent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVStep:
+    """A Fork, Alias or Drop."""
+
+    step: Fork | Alias | Drop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """The end of a branch, child or walk."""
+
+
+Op = Run | LoopStart | LoopEnd | Split | Spawn | Skip | KVStep | Join
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A compiled walk.
+
+    Args:
+        ops: op 0 is the first; the walk itself ends at a Join.
+        feeds, emits: streams that the walk sends on, and names under which it emits, outside any Each.
+        all_feeds: every stream it sends on, with the number of Eaches around the sender.
+        receives: every stream it reads.
+    """
+
+    walk: str
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    feeds: frozenset[str]
+    emits: frozenset[str]
+    all_feeds: Mapping[str, int]
+    receives: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Compiler:
+    graph: Graph
+    ops: list[Op | None] = field(default_factory=list)
+
+    def emit(self, section: Section) -> None:
+        if isinstance(section, Call):
+            self.ops.append(self._run(section))
+        elif isinstance(section, Sequential):
+            for child in section.sections:
+                self.emit(child)
+        elif isinstance(section, Parallel):
+            self._split(section)
+        elif isinstance(section, When):
+            self._skip(section)
+        elif isinstance(section, Each):
+            self._spawn(section)
+        elif isinstance(section, Loop | DynamicLoop):
+            self._loop(section)
+        else:
+            self.ops.append(KVStep(section))
+
+    def _hole(self) -> int:
+        self.ops.append(None)
+        return len(self.ops) - 1
+
+    def _run(self, call: Call) -> Run:
+        node = self.graph.node(call.node)
+        method = self.graph.method(call.target)
+        assert node is not None and method is not None, call.target
+        streams = {port: self.graph.stream(name) for port, name in call.receives.items()}
+        return Run(
+            node=node.name,
+            key=(node.module, method.name),
+            method=method,
+            inputs=tuple((p.name, call.inputs.get(p.name, p.name)) for p in method.inputs if p.name not in streams),
+            outputs=tuple((p.name, call.outputs.get(p.name, p.name)) for p in method.outputs),
+            receives=tuple((port, stream) for port, stream in streams.items() if stream is not None),
+            sends=tuple(call.sends.items()),
+            emits=tuple(call.emits.items()),
+        )
+
+    def _split(self, section: Parallel) -> None:
+        hole = self._hole()
+        starts = []
+        for branch in section.sections:
+            starts.append(len(self.ops))
+            self.emit(branch)
+            self.ops.append(Join())
+        self.ops[hole] = Split(tuple(starts), len(self.ops))
+
+    def _skip(self, section: When) -> None:
+        hole = self._hole()
+        self.emit(section.section)
+        self.ops[hole] = Skip(section.predicate, len(self.ops), tuple(written(section.section, self.graph)))
+
+    def _spawn(self, section: Each) -> None:
+        hole = self._hole()
+        self.emit(section.section)
+        self.ops.append(Join())
+        self.ops[hole] = Spawn(
+            over=section.over,
+            body=hole + 1,
+            join=len(self.ops),
+            fork=section.fork,
+            collect=tuple(section.collect.items()),
+            ordered=section.ordered,
+            feeds=frozenset(name for name, depth in feeds(section.section).items() if depth == 0),
+            emits=emits(section.section),
+        )
+
+    def _loop(self, section: Loop | DynamicLoop) -> None:
+        hole = self._hole()
+        self.emit(section.section)
+        self.ops.append(LoopEnd(hole + 1))
+        dynamic = isinstance(section, DynamicLoop)
+        self.ops[hole] = LoopStart(
+            dynamic=dynamic,
+            limit=section.limit if isinstance(section, DynamicLoop) else section.count,
+            budget=section.budget if isinstance(section, DynamicLoop) else None,
+            exit=len(self.ops),
+            collect=tuple(section.collect.items()),
+            streams=frozenset(self._ending(section.section)) if dynamic else frozenset(),
+            name=section.name,
+        )
+
+    def _ending(self, section: Section) -> set[str]:
+        """Streams whose end ends a loop with this body: those it receives outside inner loops and Eaches."""
+        if isinstance(section, Call):
+            streams = (self.graph.stream(name) for name in section.receives.values())
+            return {s.name for s in streams if s is not None and s.after_end == "end"}
+        if isinstance(section, Loop | DynamicLoop | Each):
+            return set()
+        return {name for child in children(section) for name in self._ending(child)}
+
+
+def written(section: Section, graph: Graph) -> list[str]:
+    """Values a section leaves behind, in order of first writing."""
+    names: dict[str, None] = {}
+    if isinstance(section, Call):
+        method = graph.method(section.target)
+        for port in method.outputs if method else ():
+            names[section.outputs.get(port.name, port.name)] = None
+    elif isinstance(section, Each):
+        names.update(dict.fromkeys(section.collect.values()))
+    else:
+        for child in children(section):
+            names.update(dict.fromkeys(written(child, graph)))
+        if isinstance(section, Loop | DynamicLoop):
+            names.update(dict.fromkeys(section.collect.values()))
+    return list(names)
+
+
+def feeds(section: Section, depth: int = 0) -> dict[str, int]:
+    """Streams a section sends on -> number of Eaches inside it around the sender."""
+    if isinstance(section, Call):
+        return dict.fromkeys(section.sends.values(), depth)
+    inner = depth + 1 if isinstance(section, Each) else depth
+    found: dict[str, int] = {}
+    for child in children(section):
+        for name, at in feeds(child, inner).items():
+            found[name] = min(at, found.get(name, at))
+    return found
+
+
+def emits(section: Section) -> frozenset[str]:
+    """Names under which a section emits, outside inner Eaches."""
+    if isinstance(section, Call):
+        return frozenset(section.emits.values())
+    if isinstance(section, Each):
+        return frozenset()
+    return frozenset(name for child in children(section) for name in emits(child))
+
+
+def compile_walk(graph: Graph, name: str) -> Program:
+    """The flat program of one walk."""
+    walk = graph.walk(name)
+    assert walk is not None, name
+    compiler = _Compiler(graph)
+    compiler.emit(walk.section)
+    compiler.ops.append(Join())
+    all_feeds = feeds(walk.section)
+    return Program(
+        walk=name,
+        ops=tuple(op for op in compiler.ops if op is not None),
+        inputs=walk.inputs,
+        outputs=walk.outputs,
+        feeds=frozenset(stream for stream, depth in all_feeds.items() if depth == 0),
+        emits=emits(walk.section),
+        all_feeds=all_feeds,
+        receives=frozenset(stream for call in calls(walk.section) for stream in call.receives.values()),
+    )
+
+
+def compile_graph(graph: Graph) -> dict[str, Program]:
+    """Walk name -> program, for every walk."""
+    return {walk.name: compile_walk(graph, walk.name) for walk in graph.walks}

@@ -1,0 +1,364 @@
+"""The native request: wire types and validation against a model's tasks (results are in `results`).
+
+One schema for `POST /v1/generate` and `mstar run`. Runs in the server process, off the event loop where it decodes
+media. Knows nothing about HTTP, queues or workers.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+import safetensors
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from mstar.errors import RequestError
+from mstar.ipc.tensors import tensor_from_bytes
+from mstar.media import audio
+from mstar.plugin.spec import ModelSpec, Task
+from mstar.types import AudioPart, Message, Part, Request, TensorPart, TextPart, TokensPart
+
+MAX_SEED = 2**63 - 1
+DTYPES = {
+    name: cast(torch.dtype, getattr(torch, name))
+    for name in ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
+}
+
+# ---- wire types -------------------------------------------------------------------------------------------------
+
+
+class TensorValue(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tensor in JSON: dtype, shape and base64 data; or, in `mstar run`, a file and a name in it."""
+
+    dtype: str | None = None
+    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=16)] | None = None
+    data: str | None = None
+    file: str | None = None
+    name: str | None = None
+
+
+class TextInput(Struct, tag="text", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    text: str
+
+
+class TokensInput(Struct, tag="token_ids", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+
+
+class AudioInput(Struct, tag="audio", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    data: str
+
+
+class TensorInput(Struct, tag="tensor", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    name: str
+    tensor: TensorValue
+
+
+Input = TextInput | TokensInput | AudioInput | TensorInput
+_KINDS = {TextInput: "text", TokensInput: "token_ids", AudioInput: "audio", TensorInput: "tensor"}
+
+
+class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[Input]
+
+
+class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/generate` and the request file of `mstar run`."""
+
+    model: str | None = None
+    task: str | None = None
+    inputs: list[Input] | None = None
+    messages: list[ChatMessage] | None = None
+    outputs: list[str] | None = None
+    params: dict[str, Any] = {}
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    stream: bool = False
+    session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+# ---- validation -------------------------------------------------------------------------------------------------
+
+_Wire = TypeVar("_Wire")
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON as built-in types. Raises RequestError for what is not JSON."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def convert(value: Any, kind: type[_Wire], *, prefix: str = "") -> _Wire:
+    """`value` (built-in types) as a wire type. Raises RequestError that names the field, its value and its limits.
+
+    Args:
+        prefix: what comes before the field in `param`, such as "params.".
+    """
+    _check_numbers(value, prefix=prefix)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, value=value, kind=kind, prefix=prefix) from error
+
+
+def _explained(error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str) -> RequestError:
+    text, _, where = str(error).removesuffix("`").partition(" - at `$")
+    path = [step for step in re.split(r"[.\[\]]+", where) if step]
+    if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
+        name = prefix + ".".join([*path, found[2]])
+        if found[1] == "missing required":
+            return RequestError(f"{name!r} is missing", param=name)
+        known = f"; known: {', '.join(field_names(kind)) or 'none'}" if not path else ""
+        return RequestError(f"{name!r} is unknown{known}", param=name, code="unknown_parameter")
+    name = prefix + ".".join(path)
+    if path and path[-1] == "type" and text.startswith("Invalid value"):
+        text = f"must be one of {', '.join(_KINDS.values())}"
+    for step in path:
+        value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
+    shown = f" is {_short(value)}" if path and isinstance(value, int | float | str | None) else ""
+    text = re.sub(r"Expected (.*)", r"must be \1", text).replace("`", "")
+    return RequestError(f"{name or 'the request'}{shown}: {text}", param=name or None)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def _check_numbers(value: Any, *, prefix: str) -> None:
+    """Refuse, before they reach a tensor, NaN, infinity and integers over 64 bits."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_numbers(item, prefix=f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if not isinstance(item, str):
+                _check_numbers(item, prefix=f"{prefix}{index}.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise RequestError(f"{prefix[:-1]} is {_short(value)}; it must fit 64 bits", param=prefix[:-1])
+
+
+def field_names(kind: type[Any]) -> list[str]:
+    """Names of a wire type's fields, in order."""
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+def check_model(model: str | None, *, names: Iterable[str]) -> None:
+    """Raises RequestError 404 if a request asks for a model that is not served."""
+    if model is not None and model not in names:
+        raise RequestError(
+            f"model {_short(model)} does not exist; served: {', '.join(names)}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+# ---- wire to request --------------------------------------------------------------------------------------------
+
+
+def read_request(
+    wire: GenerateRequest,
+    *,
+    spec: ModelSpec,
+    model_names: tuple[str, ...],
+    request_id: str,
+    seed: int,
+    resumed: bool = False,
+    base: Path | None = None,
+) -> Request:
+    """A validated request with decoded parts. Slow (decodes media): not for the event loop.
+
+    Args:
+        seed: used when the request names none.
+        base: folder relative file names start from (`mstar run`); None: files are refused.
+    """
+    check_model(wire.model, names=model_names)
+    if (wire.inputs is None) == (wire.messages is None):
+        raise RequestError("give exactly one of 'inputs' and 'messages'", param="inputs")
+    if not (wire.inputs or wire.messages):
+        name = "inputs" if wire.messages is None else "messages"
+        raise RequestError(f"{name!r} is empty; give at least one item", param=name)
+    task_name, task = _task(wire, spec=spec)
+    params = convert(wire.params, task.params, prefix="params.")
+    _check_stop(params)
+    return Request(
+        id=request_id,
+        model=wire.model or model_names[0],
+        task=task_name,
+        parts=tuple(_part(p, param=f"inputs.{i}", base=base) for i, p in enumerate(wire.inputs or ())),
+        messages=tuple(_message(m, param=f"messages.{i}", base=base) for i, m in enumerate(wire.messages or ())),
+        outputs=tuple(wire.outputs or task.default_outputs or task.outputs[:1]),
+        params=params,
+        seed=seed if wire.seed is None else wire.seed,
+        session=wire.session,
+        resumed=resumed,
+        stream=wire.stream,
+    )
+
+
+def _task(wire: GenerateRequest, *, spec: ModelSpec) -> tuple[str, Task]:
+    """The task asked for, or the first that takes these inputs and gives these outputs."""
+    if wire.task is not None:
+        if wire.task not in spec.tasks:
+            raise RequestError(
+                f"task {_short(wire.task)} is unknown; known: {', '.join(spec.tasks)}", param="task", code="unknown_task"
+            )
+        _check_fit(wire, name=wire.task, task=spec.tasks[wire.task])
+        return wire.task, spec.tasks[wire.task]
+    problems = []
+    for name, task in spec.tasks.items():
+        try:
+            _check_fit(wire, name=name, task=task)
+        except RequestError as error:
+            problems.append(error)
+        else:
+            return name, task
+    if len(problems) == 1:
+        raise problems[0]
+    raise RequestError(
+        f"no task takes these inputs and gives these outputs: {'; '.join(p.message for p in problems)}",
+        param=problems[0].param,
+    )
+
+
+def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
+    if wire.messages is not None and not task.messages:
+        raise RequestError(f"task {name!r} takes 'inputs', not 'messages'", param="messages")
+    seen: set[str] = set()
+    for param, part in _wire_parts(wire):
+        if _KINDS[type(part)] not in task.inputs:
+            raise RequestError(
+                f"task {name!r} takes no {_KINDS[type(part)]} part; known: {', '.join(task.inputs)}", param=param
+            )
+        if isinstance(part, TensorInput):
+            if part.name not in task.tensors_in:
+                raise RequestError(
+                    f"task {name!r} takes no tensor {_short(part.name)}; known: {', '.join(task.tensors_in)}",
+                    param=f"{param}.name",
+                )
+            if part.name in seen:
+                raise RequestError(f"tensor {part.name!r} is given twice", param=f"{param}.name")
+            seen.add(part.name)
+    known = [*task.outputs, *(f"tensor:{tensor}" for tensor in task.tensors_out)]
+    for index, output in enumerate(wire.outputs or ()):
+        if output not in known:
+            raise RequestError(
+                f"task {name!r} gives no output {_short(output)}; known: {', '.join(known)}", param=f"outputs.{index}"
+            )
+
+
+def _wire_parts(wire: GenerateRequest) -> list[tuple[str, Input]]:
+    found = [(f"inputs.{index}", part) for index, part in enumerate(wire.inputs or ())]
+    for index, message in enumerate(wire.messages or ()):
+        content = [TextInput(text=message.content)] if isinstance(message.content, str) else message.content
+        found += [(f"messages.{index}.content.{i}", part) for i, part in enumerate(content)]
+    return found
+
+
+def _check_stop(params: Any) -> None:
+    for text in stop_strings(params):
+        if not text:
+            raise RequestError("params.stop holds an empty string; a stop string has at least 1 character", param="params.stop")
+
+
+def stop_strings(params: Any) -> tuple[str, ...]:
+    """The stop strings of a params struct, if it has any."""
+    stop = getattr(params, "stop", None) or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _message(message: ChatMessage, *, param: str, base: Path | None) -> Message:
+    if isinstance(message.content, str):
+        return Message(message.role, (TextPart(message.content),))
+    parts = (_part(p, param=f"{param}.content.{i}", base=base) for i, p in enumerate(message.content))
+    return Message(message.role, tuple(parts))
+
+
+def _part(part: Input, *, param: str, base: Path | None) -> Part:
+    if isinstance(part, TextInput):
+        return TextPart(part.text)
+    if isinstance(part, TokensInput):
+        return TokensPart(part.ids)
+    if isinstance(part, TensorInput):
+        return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
+    if base is not None and not part.data.startswith("data:"):
+        data = _file(part.data, base=base, param=f"{param}.data").read_bytes()
+    else:
+        data = audio.read_data_uri(part.data, param=f"{param}.data")
+    return AudioPart(*audio.decode_audio(data, param=f"{param}.data"))
+
+
+def _file(name: str, *, base: Path, param: str) -> Path:
+    path = base / Path(name).expanduser()
+    if not path.is_file():
+        raise RequestError(f"there is no file {str(path)!r}", param=param)
+    return path
+
+
+def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
+    if value.file is not None:
+        tensor = _tensor_of_file(value, param=param, base=base)
+    else:
+        tensor = _tensor_of_data(value, param=param)
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise RequestError("the tensor holds NaN or infinity; all values must be finite", param=param)
+    return tensor
+
+
+def _tensor_of_data(value: TensorValue, *, param: str) -> Tensor:
+    if value.name is not None:
+        raise RequestError("'name' goes with 'file' only", param=f"{param}.name")
+    if value.dtype is None or value.shape is None or value.data is None:
+        raise RequestError("a tensor needs 'dtype', 'shape' and 'data'", param=param)
+    dtype = DTYPES.get(value.dtype)
+    if dtype is None:
+        raise RequestError(
+            f"dtype {_short(value.dtype)} is unknown; known: {', '.join(DTYPES)}", param=f"{param}.dtype"
+        )
+    try:
+        data = binascii.a2b_base64(value.data, strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"the tensor's data is not valid base64: {error}", param=f"{param}.data") from error
+    expected = math.prod(value.shape) * dtype.itemsize
+    if len(data) != expected:
+        raise RequestError(
+            f"the tensor's data has {len(data)} bytes; {value.dtype} {value.shape} needs {expected}", param=f"{param}.data"
+        )
+    if dtype is torch.bool and data.strip(b"\0\1"):
+        raise RequestError("the data of a bool tensor must be bytes 0 and 1", param=f"{param}.data")
+    return tensor_from_bytes(data, dtype=dtype, shape=value.shape)
+
+
+def _tensor_of_file(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
+    if base is None:
+        raise RequestError(
+            "tensors in files are read by 'mstar run' only; send dtype, shape and data", param=f"{param}.file"
+        )
+    if value.name is None or not (value.dtype is value.shape is value.data is None):
+        raise RequestError("a tensor in a file needs 'file' and 'name', and nothing else", param=param)
+    assert value.file is not None
+    path = _file(value.file, base=base, param=f"{param}.file")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            if value.name not in (names := list(file.keys())):
+                raise RequestError(
+                    f"{path.name} has no tensor {value.name!r}; it has {', '.join(names)}", param=f"{param}.name"
+                )
+            tensor = cast(Tensor, file.get_tensor(value.name))
+    except safetensors.SafetensorError as error:
+        raise RequestError(f"{str(path)!r} is no safetensors file: {error}", param=f"{param}.file") from error
+    if tensor.dtype not in DTYPES.values():
+        raise RequestError(f"tensor {value.name!r} is {tensor.dtype}; known: {', '.join(DTYPES)}", param=param)
+    return tensor

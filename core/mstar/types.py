@@ -1,0 +1,193 @@
+"""The nouns every process shares: sampling parameters, decoded requests, the outputs of a request.
+
+Imports no torch at run time; tensors appear in annotations only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+Path = tuple[int, ...]
+"""Where in nested `Each`es something happens: one item index per level; () outside any. Item 0 draws as () does."""
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How tokens are drawn. The order of operations is that of `transformers`' generate.
+
+    Repetition, presence and frequency penalties and logit bias come first, then temperature, top-k, top-p, min-p.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[str, float], Meta(max_length=300, description="token id -> bias")] | None = None
+
+
+# ---- a decoded request, as Processor.encode sees it -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPart:
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPart:
+    samples: np.ndarray  # float32 (channels, samples)
+    sample_rate: int
+
+
+Part = TextPart | TokensPart | TensorPart | AudioPart
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A validated request with decoded media.
+
+    Args:
+        parts: the inputs in order; empty when `messages` is given.
+        outputs: kinds of output asked for: "text", "audio", "image", "video", "tensors", "tensor:NAME".
+        params: the task's params struct, defaults filled in.
+        seed: given by the client, or drawn.
+    """
+
+    id: str
+    model: str
+    task: str
+    parts: tuple[Part, ...]
+    messages: tuple[Message, ...] = ()
+    outputs: tuple[str, ...] = ()
+    params: Any = None
+    seed: int = 0
+    session: str | None = None
+    resumed: bool = False
+    stream: bool = False
+
+    def tensor(self, name: str) -> Tensor | None:
+        """The tensor input called `name`, if it was given."""
+        return next((p.tensor for p in self.parts if isinstance(p, TensorPart) and p.name == name), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Encoded:
+    """What `Processor.encode` returns.
+
+    Args:
+        inputs: values for the first walks, by name. Values are tensors, ints, None, or lists of items for `Each`.
+        fields: integers the graph names as loop counts, limits, budgets or stream sizes.
+        kv_tokens: "module.label" -> most tokens that one sequence of that label can reach: what must fit at once.
+        samplers: sampler name -> parameters.
+        sampler_prompts: sampler name -> token ids that count as seen by the repetition penalty. A value is one
+            list, or one per item of the outermost `Each`.
+        content_keys: value name of a `KV.ids` port -> one bytes key per span of non-id content, as
+            (start, end, key): media content with geometry, expert kind and noise, for the prefix cache.
+        prompt_token_ids: reported in the result.
+        usage: reported in the result ("prompt_tokens", ...).
+    """
+
+    inputs: dict[str, Any]
+    fields: dict[str, int] = field(default_factory=dict)
+    kv_tokens: dict[str, int] = field(default_factory=dict)
+    samplers: dict[str, SamplingParams] = field(default_factory=dict)
+    sampler_prompts: dict[str, list[Any]] = field(default_factory=dict)
+    content_keys: dict[str, list[tuple[int, int, bytes]]] = field(default_factory=dict)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    usage: dict[str, int] = field(default_factory=dict)
+
+
+# ---- what a request gives -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A value a walk emitted for the client.
+
+    Args:
+        name: the name in `Call.emits`.
+        path: the `Each` item it belongs to; emissions of item i come before those of item i+1.
+        value: one row of the port, (k, ...) for ports that emit k items; a CPU tensor, or what the node's finish gave.
+        final: the walk (of that item) has ended; value is None then.
+        reason: with `final`: "stop", "length", or another reason the model gave.
+    """
+
+    name: str
+    path: Path
+    value: Any
+    final: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    text: str
+    token_ids: tuple[int, ...] = ()
+    index: int = 0  # which of n outputs
+    logprobs: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AudioChunk:
+    samples: np.ndarray  # float32 (samples,), -1..1
+    sample_rate: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChunk:
+    pixels: np.ndarray  # uint8 (H, W, 3)
+    index: int = 0
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChunk:
+    """Part of a named output tensor; parts are concatenated along dimension 0."""
+
+    name: str
+    tensor: Tensor
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressChunk:
+    step: int
+    total: int
+
+
+Chunk = TextChunk | AudioChunk | ImageChunk | TensorChunk | ProgressChunk
+
+
+def struct_defaults(struct: type[Struct]) -> dict[str, Any]:
+    """Field name -> default of a params struct."""
+    return {f.name: f.default for f in msgspec.structs.fields(struct) if f.default is not msgspec.NODEFAULT}

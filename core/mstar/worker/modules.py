@@ -1,0 +1,318 @@
+"""The modules of a worker: one copy of each node's weights, with its KV pool and its slot pool.
+
+Loads them, sizes the pools, and does for a scope or tenant what spans both kinds of pool: allocate, fork, free, swap.
+Owned by the worker's thread. Does not know walks or scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mstar.config import EngineConfig
+from mstar.errors import ConfigError
+from mstar.ipc.messages import Open
+from mstar.layers.linear import self_check, set_batch_invariant
+from mstar.layers.sampling import draw_key
+from mstar.plugin.graph import Graph
+from mstar.plugin.nodes import Node
+from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
+from mstar.types import SamplingParams
+from mstar.worker.kv_pool import KVPool, Sequence
+from mstar.worker.slots import SlotPool
+from mstar.worker.state import Scope, Tenant
+from mstar.worker.swap import SwapSpace
+
+log = logging.getLogger("mstar.worker")
+
+CPU_KV_BYTES = 2 * 1024**3
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True, eq=False)
+class Module:
+    """One module: `prepare` and `finish` hold its hooks by method name."""
+
+    name: str
+    node: Node
+    pool: KVPool | None
+    slots: SlotPool
+    methods: Mapping[str, Callable[..., dict[str, Any]]]
+    prepare: Mapping[str, Callable[..., Any]]
+    finish: Mapping[str, Callable[..., Any]]
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.node.parameters())
+
+
+def model_dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """--dtype, or the checkpoint configuration's `dtype` (a torch dtype name), or float32."""
+    name = config.dtype if config.dtype != "auto" else str(getattr(checkpoint.config, "dtype", "float32"))
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported; pass --dtype with one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def model_device(config: EngineConfig) -> torch.device:
+    """--device, or CUDA where there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {config.device}: this torch sees no CUDA device; use --device cpu")
+    return torch.device(config.device)
+
+
+class Modules:
+    """All modules of one worker, by name."""
+
+    def __init__(self, spec: ModelSpec, graph: Graph, *, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        self.dtype = model_dtype(config, checkpoint)
+        self.device = model_device(config)
+        self.config = config
+        self.graph = graph
+        nodes = self._load(spec, graph, checkpoint)
+        self.max_model_len, pages = self._pages(nodes, self._model_len(spec, checkpoint))
+        self.by_name = {name: self._module(name, node, pages.get(name, 0)) for name, node in nodes.items()}
+        self.swap_space = SwapSpace(config.swap_space_bytes)
+        self.rebuilders = {
+            node.module: (node, method)
+            for node in graph.nodes
+            for method in node.methods
+            if method.kv is not None and method.kv.rebuild
+        }
+
+    def __getitem__(self, name: str) -> Module:
+        return self.by_name[name]
+
+    # ---- loading ----------------------------------------------------------------------------------------
+
+    def _load(self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint) -> dict[str, Node]:
+        if self.config.batch_invariant:
+            self_check(self.dtype, self.device)
+        nodes: dict[str, Node] = {}
+        for name in dict.fromkeys(node.module for node in graph.nodes):
+            node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
+            node.load_weights(checkpoint, dtype=self.dtype, device=self.device)
+            node.eval().requires_grad_(False)
+            if self.config.batch_invariant:
+                set_batch_invariant(node)
+            nodes[name] = node
+        return nodes
+
+    def _model_len(self, spec: ModelSpec, checkpoint: Checkpoint) -> int:
+        own = load_object(spec.max_model_len, plugin=spec.name)(checkpoint.config) if spec.max_model_len else None
+        asked = self.config.max_model_len
+        if asked is not None and own is not None and asked > own:
+            raise ConfigError(f"--max-model-len {asked} is more than the {own} tokens the model was made for")
+        return asked or own or 4096
+
+    def _page_bytes(self, node: Node) -> int:
+        layout = node.kv_layout
+        assert layout is not None
+        per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * self.dtype.itemsize
+        return per_token * self.config.block_size
+
+    def _pages(self, nodes: Mapping[str, Node], model_len: int) -> tuple[int, dict[str, int]]:
+        """(most tokens of a sequence, module -> pages), from the memory there is."""
+        with_kv = {name: node for name, node in nodes.items() if node.kv_layout is not None}
+        if not with_kv:
+            return model_len, {}
+        config, size = self.config, self.config.block_size
+        wanted = config.max_num_seqs * -(-model_len // size)
+        need = sum(wanted * self._page_bytes(node) for node in with_kv.values())
+        budget = config.kv_cache_memory_bytes or min(need, self._default_budget())
+        per_round = sum(self._page_bytes(node) for node in with_kv.values())
+        pages = min(wanted, budget // per_round)
+        if pages < 1:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {budget} holds no page of {size} tokens ({per_round} bytes); raise it"
+            )
+        if pages * size < model_len:
+            if config.max_model_len is not None:
+                raise ConfigError(
+                    f"--max-model-len {model_len} needs {-(-model_len // size) * per_round} bytes of KV cache for one "
+                    f"sequence, but there are {budget}; lower it to {pages * size} or raise --kv-cache-memory-bytes"
+                )
+            log.warning(
+                "max_model_len is %d, not the model's %d: so much fits in %d bytes of KV cache "
+                "(raise --kv-cache-memory-bytes)",
+                pages * size, model_len, budget,
+            )  # fmt: skip
+            model_len = pages * size
+        return model_len, dict.fromkeys(with_kv, pages)
+
+    def _default_budget(self) -> int:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return int(free * 0.9)
+        return CPU_KV_BYTES
+
+    def _module(self, name: str, node: Node, pages: int) -> Module:
+        pool = None
+        if node.kv_layout is not None:
+            pool = KVPool(
+                node.kv_layout,
+                num_pages=pages + 1,
+                page_size=self.config.block_size,
+                dtype=self.dtype,
+                device=self.device,
+                prefix_cache=self.config.enable_prefix_caching,
+            )
+        slots = SlotPool(node.slots, node.samplers, rows=self.config.max_num_seqs + 1, device=self.device)
+        names = [m.name for n in self.graph.nodes if n.module == name for m in n.methods]
+        return Module(
+            name=name,
+            node=node,
+            pool=pool,
+            slots=slots,
+            methods={m: getattr(node, m) for m in names},
+            prepare={m: getattr(node, f"prepare_{m}") for m in names if hasattr(node, f"prepare_{m}")},
+            finish={m: getattr(node, f"finish_{m}") for m in names if hasattr(node, f"finish_{m}")},
+        )
+
+    # ---- scopes -----------------------------------------------------------------------------------------
+
+    def sequence(self, scope: Scope, module: str, label: str) -> Sequence:
+        """The scope's sequence of that label, made at first use."""
+        key = (module, label)
+        found = scope.sequences.get(key)
+        if found is None:
+            pool = self.by_name[module].pool
+            assert pool is not None, f"module {module} has no KV layout"
+            found = scope.sequences[key] = pool.create()
+        return found
+
+    def row(self, scope: Scope, module: str, info: Open) -> int:
+        """The scope's row in the module's slot pool, made and zeroed at first use."""
+        row = scope.rows.get(module)
+        if row is None:
+            part = self.by_name[module]
+            sampling = {s.name: self._sampling(info, scope, s.name) for s in part.node.samplers}
+            row = scope.rows[module] = part.slots.allocate(sampling=sampling)
+            if part.node.host_state is not None:
+                scope.states[module] = part.node.host_state()
+        return row
+
+    @staticmethod
+    def _sampling(info: Open, scope: Scope, name: str) -> tuple[SamplingParams, int, list[int]]:
+        prompts = info.sampler_prompts.get(name, [])
+        if prompts and isinstance(prompts[0], list | tuple):
+            prompts = prompts[scope.path[0] if scope.path else 0]
+        params = info.samplers.get(name, SamplingParams())
+        return params, draw_key(info.seed, scope.path, name), list(prompts)
+
+    def fork(self, module: str, source: Sequence, *, at: Any = None) -> Sequence:
+        """A copy-on-write fork, cut to `at`: a length, or (length, position)."""
+        pool = self.by_name[module].pool
+        assert pool is not None
+        if at is None:
+            return pool.fork(source)
+        length, position = at if isinstance(at, tuple | list) else (at, at)
+        return pool.fork(source, at=int(length), position=float(position))
+
+    def drop(self, scope: Scope, key: tuple[str, str]) -> None:
+        """Forget one label; its pages are freed with the last label of the sequence."""
+        sequence = scope.sequences.pop(key)
+        if not any(other is sequence for other in scope.sequences.values()):
+            pool = self.by_name[key[0]].pool
+            assert pool is not None
+            self._release(pool, sequence)
+
+    def _release(self, pool: KVPool, sequence: Sequence) -> None:
+        if sequence.swapped:
+            self.swap_space.drop(pool, [sequence])
+        else:
+            pool.free(sequence)
+
+    def free_scope(self, scope: Scope) -> None:
+        """Free everything a scope holds."""
+        for key in list(scope.sequences):
+            self.drop(scope, key)
+        for module, row in scope.rows.items():
+            if module not in scope.saved_rows:
+                self.by_name[module].slots.free(row)
+        scope.rows.clear()
+        scope.saved_rows.clear()
+        scope.states.clear()
+        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
+
+    # ---- tenants ----------------------------------------------------------------------------------------
+
+    def _sequences(self, tenant: Tenant) -> Iterable[tuple[KVPool, list[Sequence]]]:
+        for module in self.by_name.values():
+            if module.pool is not None:
+                found = {id(s): s for scope in tenant.scopes for s in scope.distinct(module.name)}
+                if found:
+                    yield module.pool, list(found.values())
+
+    def num_pages_held(self, tenant: Tenant) -> int:
+        return sum(len(s.pages) for _, sequences in self._sequences(tenant) for s in sequences)
+
+    def swap_out(self, tenant: Tenant) -> bool:
+        """Move all pages and rows of a tenant to the host; False, and nothing moved, if the swap space is full."""
+        held = list(self._sequences(tenant))
+        if not self.swap_space.can_hold(sum(self.swap_space.bytes_needed(pool, own) for pool, own in held)):
+            return False
+        for pool, own in held:
+            moved = self.swap_space.swap_out(pool, own)
+            assert moved, "room was checked"
+        for scope in tenant.scopes:
+            for module, row in scope.rows.items():
+                scope.saved_rows[module] = self.by_name[module].slots.swap_out(row)
+        tenant.is_swapped = True
+        return True
+
+    def can_swap_in(self, tenant: Tenant) -> bool:
+        return all(self.swap_space.pages_needed(own) <= pool.num_free for pool, own in self._swapped(tenant))
+
+    def _swapped(self, tenant: Tenant) -> Iterable[tuple[KVPool, list[Sequence]]]:
+        for pool, sequences in self._sequences(tenant):
+            if any(s.swapped for s in sequences):
+                yield pool, [s for s in sequences if s.swapped]
+
+    def swap_in(self, tenant: Tenant) -> None:
+        """Bring a tenant back, for which there must be room."""
+        for pool, own in self._swapped(tenant):
+            moved = self.swap_space.swap_in(pool, own)
+            assert moved, "room was checked"
+        for scope in tenant.scopes:
+            for module, saved in scope.saved_rows.items():
+                scope.rows[module] = self.by_name[module].slots.swap_in(saved)
+            scope.saved_rows.clear()
+        tenant.is_swapped = False
+
+    def can_forget(self, tenant: Tenant) -> bool:
+        """Whether every sequence of a tenant could be recomputed from token ids."""
+        return all(
+            sequence.history is not None and module in self.rebuilders
+            for module in self.by_name
+            for scope in tenant.scopes
+            for sequence in scope.distinct(module)
+        )
+
+    def forget(self, tenant: Tenant) -> None:
+        """Free a tenant's pages; its sequences are to be rewritten from their ids."""
+        for scope in tenant.scopes:
+            for module in self.by_name.values():
+                for sequence in scope.distinct(module.name):
+                    if sequence.length:
+                        assert module.pool is not None
+                        module.pool.forget(sequence)
+                        tenant.forgotten.append((module.name, scope, sequence))
+        tenant.is_swapped = True
+
+    def check_integrity(self, scopes: Iterable[Scope]) -> None:
+        """Assert that pools and slots hold exactly what the scopes hold."""
+        held = list(scopes)
+        for module in self.by_name.values():
+            if module.pool is not None:
+                live = {id(s): s for scope in held for s in scope.distinct(module.name)}
+                module.pool.check_integrity(list(live.values()))
+            rows = [scope.rows[module.name] for scope in held if module.name in scope.rows
+                    and module.name not in scope.saved_rows]  # fmt: skip
+            module.slots.check_integrity(rows)

@@ -1,0 +1,426 @@
+"""Runs one batch: prepare, collate, forward, check, split, finish. A task that raises fails alone.
+
+Knows ports, layouts and padding; does not know walks. `Runner.run` changes nothing a failed task could leave behind:
+KV lengths move only after the method returned, draws are undone, slot rows restored, and the batch is run again task
+by task to find whose fault it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.config import EngineConfig
+from mstar.errors import PluginError, RequestError
+from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend
+from mstar.layers.sampling import sample, unsample
+from mstar.plugin.graph import Method, Port
+from mstar.plugin.nodes import Context, Plan
+from mstar.worker.modules import Module, Modules
+from mstar.worker.scheduler import Batch
+from mstar.worker.state import Row, Work, plain
+
+_EMPTY_PLAN = Plan()
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+@dataclass(slots=True)
+class Finished:
+    """What a batch gave: (work, output port -> value) for finished works, unfinished chunks, and failures."""
+
+    done: list[tuple[Work, dict[str, Any]]] = field(default_factory=list)
+    unfinished: list[Work] = field(default_factory=list)
+    failed: list[tuple[Work, Exception]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch that has been launched: its outputs, and what it takes to undo it."""
+
+    batch: Batch
+    outputs: dict[str, Any]
+    starts: list[int]
+    plan: Plan
+    draws: list[tuple[str, Tensor, Tensor]]
+    saved: Any
+    rows: Tensor
+
+
+class Runner:
+    """Executes batches on this worker's modules.
+
+    Attributes:
+        method_s: "module.method" -> [calls, rows, seconds inside the method].
+    """
+
+    def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
+        self.modules = modules
+        self.device = modules.device
+        self.backend: AttentionBackend = choose_backend(modules.device, config.attention_backend)
+        self.align = 16 if config.batch_invariant else 1
+        self.batch_invariant = config.batch_invariant
+        self.method_s: dict[str, list[float]] = {}
+
+    def run(self, batch: Batch) -> Finished:
+        """Run a batch to the end, isolating failures."""
+        try:
+            return self.finish(self.launch(batch))
+        except Exception as error:
+            if len(batch.works) == 1:
+                return Finished(failed=[(batch.works[0], _explain(error))])
+        result = Finished()
+        for work in batch.works:
+            work.stop_reason, work.error, work.counts = None, None, {}
+            alone = self.run(Batch(batch.key, [work]))
+            result.done += alone.done
+            result.unfinished += alone.unfinished
+            result.failed += alone.failed
+        return result
+
+    # ---- launch -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Step:
+        """Prepare, collate and call the method; then count what it wrote. Undone if it raises."""
+        name, method_name = batch.key
+        module, works = self.modules[name], batch.works
+        method = works[0].op.method
+        plan = self._prepare(module, method_name, works)
+        layout = _BatchLayout(method, works, align=self.align)
+        context = self._context(module, method, works, plan, layout)
+        inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
+        draws: list[tuple[str, Tensor, Tensor]] = []
+        context.sample = self._sampler(module, works, layout, draws)
+        saved = module.slots.save(context.rows) if module.slots.tensors else None
+        started = time.perf_counter()
+        try:
+            outputs = module.methods[method_name](context, **inputs)
+            self._check(module, method, outputs, layout)
+        except Exception:
+            self._undo(module, draws, saved, context.rows)
+            raise
+        finally:
+            self._record(batch, time.perf_counter() - started)
+        self._commit(module, method, works, plan)
+        return Step(batch, outputs, layout.starts, plan, draws, saved, context.rows)
+
+    def _prepare(self, module: Module, method: str, works: list[Work]) -> Plan:
+        hook = module.prepare.get(method)
+        if hook is None:
+            return _EMPTY_PLAN
+        for work in works:
+            work.inputs = {port: plain(value) for port, value in work.inputs.items()}
+        return hook(works) or _EMPTY_PLAN
+
+    def _context(self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout) -> Context:
+        padding = [0] * layout.num_padding
+        device = self.device
+        context = Context(
+            num_rows=layout.num_rows,
+            query_starts=None,  # type: ignore[arg-type]  # set below
+            last_tokens=None,  # type: ignore[arg-type]
+            positions=None,  # type: ignore[arg-type]
+            rows=torch.tensor([w.row for w in works] + padding, device=device),
+            iteration=torch.tensor([w.iteration for w in works] + padding, device=device),
+            draw_keys=torch.tensor([w.draw_key for w in works] + padding, device=device),
+            sample=None,  # type: ignore[arg-type]
+            slots=module.slots.tensors,
+            plan={name: tensor.to(device) for name, tensor in plan.tensors.items()},
+        )
+        if method.kv is not None:
+            self._attach_kv(context, module, method, works, layout)
+        else:
+            context.query_starts = torch.from_numpy(layout.query_starts).to(device)
+        last = np.maximum(layout.query_starts[1:].astype(np.int64) - 1, 0)
+        context.last_tokens = torch.from_numpy(last).to(device)
+        context.positions = self._positions(works, plan, layout)
+        return context
+
+    def _attach_kv(
+        self, context: Context, module: Module, method: Method, works: list[Work], layout: _BatchLayout
+    ) -> None:
+        pool, kv = module.pool, method.kv
+        assert pool is not None and kv is not None
+        table = pool.page_table([w.sequence for w in works if w.sequence is not None])
+        lengths = np.zeros(layout.num_rows, dtype=np.int32)
+        lengths[: len(works)] = [w.length for w in works]
+        if layout.num_padding:
+            table = np.concatenate([table, np.zeros((layout.num_padding, table.shape[1]), dtype=np.int32)])
+            need = -(-int(layout.query_lens.max()) // pool.page_size)  # padding writes to the scratch page
+            if need > table.shape[1]:
+                table = np.pad(table, ((0, 0), (0, need - table.shape[1])))
+        spans = None
+        if any(w.spans for w in works):
+            spans = [_cut_spans(w) for w in works] + [None] * layout.num_padding
+        full = np.full(layout.num_rows, True) if kv.attention == "full" else None
+        attention = build_plan(
+            query_lens=layout.query_lens,
+            context_lens=lengths,
+            page_table=table,
+            page_size=pool.page_size,
+            device=self.device,
+            write=kv.write,
+            full=full,
+            spans=spans,
+            batch_invariant=self.batch_invariant,
+        )
+        context.query_starts = attention.query_starts
+        context.kv = KVBatch(attention, pool.keys, pool.values, self.backend)
+
+    def _positions(self, works: list[Work], plan: Plan, layout: _BatchLayout) -> Tensor:
+        if plan.positions is not None:
+            positions = plan.positions.to(self.device)
+            missing = layout.num_tokens - positions.shape[0]
+            return torch.cat([positions, positions[-1:].expand(missing, *positions.shape[1:])]) if missing else positions
+        starts = np.array([w.position for w in works] + [0.0] * layout.num_padding)
+        if layout.num_tokens != layout.num_rows or layout.query_lens.max(initial=0) != 1:
+            starts = np.concatenate(
+                [np.arange(n) + s for s, n in zip(starts, layout.query_lens, strict=True)] or [np.zeros(0)]
+            )
+        whole = starts.astype(np.int64)
+        return torch.from_numpy(whole if (whole == starts).all() else starts.astype(np.float32)).to(self.device)
+
+    def _sampler(self, module: Module, works: list[Work], layout: _BatchLayout, draws: list[Any]) -> Any:
+        """`ctx.sample`: rows that do not end here draw on the scratch row."""
+
+        def draw(name: str, logits: Tensor) -> Tensor:
+            rows = [w.row if w.is_last else 0 for w in works] + [0] * layout.num_padding
+            index = torch.tensor(rows, device=self.device)
+            state = module.slots.samplers[name]
+            ids = sample(logits, state, index)
+            draws.append((name, index, ids))
+            return ids
+
+        return draw
+
+    # ---- collate and split ------------------------------------------------------------------------------
+
+    def _collate(self, port: Port, works: list[Work], layout: _BatchLayout, context: Context) -> Any:
+        values = [work.inputs.get(port.name) for work in works]
+        if port.layout == "item":
+            return [plain(v) for v in values]
+        if port.layout == "tokens":
+            return self._collate_tokens(port, works, values, layout)
+        is_absent = [v is None for v in values]
+        if any(is_absent):
+            present = [not absent for absent in is_absent] + [False] * layout.num_padding
+            context.present[port.name] = torch.tensor(present, device=self.device)
+            if all(is_absent):
+                return None
+            example = torch.zeros_like(next(plain(v) for v in values if v is not None))
+            values = [example if v is None else v for v in values]
+        elif port.optional:
+            context.present[port.name] = torch.ones(layout.num_rows, dtype=torch.bool, device=self.device)
+        batch = self._stack(values)
+        if layout.num_padding:
+            batch = torch.cat([batch, batch[:1].expand(layout.num_padding, *batch.shape[1:])])
+        return self._cast(port, batch)
+
+    def _stack(self, values: list[Any]) -> Tensor:
+        """Rows side by side; without copying where they lie so already."""
+        first = values[0]
+        if type(first) is Row:
+            source = first.batch
+            if all(type(v) is Row and v.batch is source for v in values):
+                index = [v.index for v in values]
+                if index == list(range(len(index))):
+                    return source if len(index) == source.shape[0] else source[: len(index)]
+                return source.index_select(0, torch.tensor(index, device=source.device))
+        return torch.stack([v.tensor if type(v) is Row else torch.as_tensor(v, device=self.device) for v in values])
+
+    def _collate_tokens(self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout) -> Tensor | None:
+        present = [plain(v) for v in values]
+        if all(v is None for v in present):
+            return None
+        example = next(v for v in present if v is not None)
+        pieces = [
+            example.new_zeros((w.num_tokens, *example.shape[1:])) if v is None
+            else v[w.token_start : w.token_start + w.num_tokens]
+            for w, v in zip(works, present, strict=True)
+        ]  # fmt: skip
+        batch = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        missing = layout.num_tokens - batch.shape[0]
+        if missing:
+            batch = torch.cat([batch, batch[-1:].expand(missing, *batch.shape[1:])])
+        return self._cast(port, batch)
+
+    def _cast(self, port: Port, batch: Tensor) -> Tensor:
+        if port.dtype == "float":
+            dtype = self.modules.dtype
+        else:
+            dtype = getattr(torch, port.dtype)
+        return batch if batch.dtype == dtype and batch.device == self.device else batch.to(self.device, dtype)
+
+    def _check(self, module: Module, method: Method, outputs: Any, layout: _BatchLayout) -> None:
+        """Outputs that do not fit their ports are the plugin's fault; say which."""
+        where = f"{module.name}.{method.name}"
+        if not isinstance(outputs, dict):
+            raise PluginError(f"{where} must return a dict of its output ports, not {type(outputs).__name__}")
+        known = {port.name: port for port in method.outputs}
+        for name, value in outputs.items():
+            port = known.get(name)
+            if port is None:
+                raise PluginError(f"{where} returned {name!r}; its output ports are {', '.join(known) or 'none'}")
+            if value is None:
+                continue
+            size = len(layout.starts) - 1 if port.layout == "item" else layout.num_rows
+            size = layout.num_tokens if port.layout == "tokens" else size
+            if len(value) < size if port.layout == "item" else value.shape[:1] != (size,):
+                got = len(value) if port.layout == "item" else tuple(value.shape)
+                raise PluginError(f"{where} returned {got} for port {name!r}; {size} {port.layout} were expected")
+
+    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> None:
+        kv, pool = method.kv, module.pool
+        if kv is None or pool is None or not kv.write:
+            return
+        ragged = kv.ids is not None and method.has_tokens
+        row_ids = None
+        if kv.ids is not None and not ragged:
+            row_ids = self._stack([w.inputs[kv.ids] for w in works]).tolist()
+        for i, work in enumerate(works):
+            assert work.sequence is not None
+            ids: list[int] | None = None
+            spans: Sequence[tuple[int, int, bytes]] = ()
+            if ragged and work.ids is not None:
+                ids = work.ids[work.token_start : work.token_start + work.num_tokens]
+                names = dict(work.op.inputs)
+                spans = work.request.info.content_keys.get(names.get(kv.ids or "", ""), ())
+            elif row_ids is not None:
+                ids = [row_ids[i]]
+            advance = plan.advance[i] if plan.advance is not None else None
+            pool.commit(work.sequence, work.num_tokens, ids=ids, spans=spans, advance=advance)
+
+    # ---- finish -----------------------------------------------------------------------------------------
+
+    def finish(self, step: Step) -> Finished:
+        """Host side of a launched step: stops, whole chunks, what each work gave."""
+        result = Finished()
+        hook = self.modules[step.batch.key[0]].finish.get(step.batch.key[1])
+        ending = [(i, work) for i, work in enumerate(step.batch.works) if not work.is_rebuild]
+        host = self._host_outputs(step) if hook is not None and ending else {}
+        method = step.batch.works[0].op.method
+        for work in step.batch.works:
+            if work.is_rebuild:
+                self._advance_chunk(work, result)
+        for i, work in ending:
+            self._keep_token_outputs(step, method, i, work)
+            if not work.is_last:
+                self._advance_chunk(work, result)
+                continue
+            values = self._values(step, method, i, work)
+            if hook is not None:
+                try:
+                    given = hook([work], {name: value[i : i + 1] for name, value in host.items()})
+                except Exception as error:
+                    result.failed.append((work, _explain(error)))
+                    continue
+                for name, own in (given or {}).items():
+                    values[name] = own[0]
+            result.done.append((work, values))
+        return result
+
+    @staticmethod
+    def _host_outputs(step: Step) -> dict[str, Any]:
+        rows = {port.name for port in step.batch.works[0].op.method.outputs if port.layout != "tokens"}
+        return {n: v.cpu() if isinstance(v, Tensor) else v for n, v in step.outputs.items() if n in rows and v is not None}
+
+    @staticmethod
+    def _advance_chunk(work: Work, result: Finished) -> None:
+        work.token_start += work.num_tokens
+        work.is_first = False
+        if work.token_start < work.total:
+            result.unfinished.append(work)
+        else:
+            result.done.append((work, {}))
+
+    @staticmethod
+    def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
+        for port in method.outputs:
+            value = step.outputs.get(port.name)
+            if port.layout == "tokens" and value is not None:
+                piece = value[step.starts[i] : step.starts[i + 1]]
+                work.token_outputs.setdefault(port.name, []).append(piece)
+
+    @staticmethod
+    def _values(step: Step, method: Method, i: int, work: Work) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for port in method.outputs:
+            value = step.outputs.get(port.name)
+            if value is None:
+                values[port.name] = None
+            elif port.layout == "rows":
+                values[port.name] = Row(value, i)
+            elif port.layout == "item":
+                values[port.name] = value[i]
+            else:
+                pieces = work.token_outputs.pop(port.name)
+                values[port.name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return values
+
+    def _undo(self, module: Module, draws: list[tuple[str, Tensor, Tensor]], saved: Any, rows: Tensor) -> None:
+        for name, index, ids in reversed(draws):
+            unsample(module.slots.samplers[name], index, ids)
+        if saved is not None:
+            module.slots.restore(rows, saved)
+
+    def _record(self, batch: Batch, seconds: float) -> None:
+        entry = self.method_s.setdefault(".".join(batch.key), [0, 0, 0.0])
+        entry[0] += 1
+        entry[1] += len(batch.works)
+        entry[2] += seconds
+
+
+class _BatchLayout:
+    """How a batch's tokens lie: rows, padding rows, ragged starts.
+
+    With `align` > 1 rows and tokens are padded to its multiples by rows that write to the scratch page and slot row.
+    """
+
+    __slots__ = ("num_padding", "num_rows", "num_tokens", "query_lens", "query_starts", "starts")
+
+    def __init__(self, method: Method, works: list[Work], *, align: int) -> None:
+        lens = [work.num_tokens for work in works] if method.kv is not None or method.has_tokens else [1] * len(works)
+        rows, tokens = len(lens), sum(lens)
+        self.starts = [0]
+        for n in lens:
+            self.starts.append(self.starts[-1] + n)
+        self.num_padding = 0
+        if align > 1 and any(port.layout != "item" for port in method.inputs):
+            if method.has_tokens:
+                missing = -tokens % align
+                self.num_padding = -rows % align or (align if missing else 0)
+                lens += [0] * (self.num_padding - 1) + [missing] if self.num_padding else []
+            else:
+                self.num_padding = -rows % align
+                lens += [lens[0]] * self.num_padding
+        self.num_rows = rows + self.num_padding
+        self.query_lens = np.array(lens, dtype=np.int32)
+        self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
+        np.cumsum(self.query_lens, out=self.query_starts[1:])
+        self.num_tokens = int(self.query_starts[-1])
+
+
+def _cut_spans(work: Work) -> Any:
+    """A work's spans as seen from this chunk, or None."""
+    start, end = work.token_start, work.token_start + work.num_tokens
+    inside = [(a - start, b - start) for a, b in work.spans or () if a >= start and b <= end]
+    return np.array(inside, dtype=np.int64) if inside else None
+
+
+def _explain(error: Exception) -> Exception:
+    """Memory that ran out is the server's state, not the request's fault: 503, and which memory."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in _OUT_OF_MEMORY):
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        return RequestError(
+            f"the device ran out of memory in one step: {reason}; lower --max-num-seqs or the request's size",
+            status=503,
+            code="out_of_memory",
+        )
+    return error

@@ -1,0 +1,354 @@
+"""Picks the next batch: one (module, method)'s ready work, with KV pages and slot rows reserved.
+
+Shares measured time, not turns: methods by the time they have had, requests by their share of it. When pages run out
+younger tenants are moved to the host, or forgotten and recomputed; the oldest never is. Sans-IO: `record` brings the
+measured time in, nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mstar.config import EngineConfig
+from mstar.errors import RequestError
+from mstar.plugin.nodes import StreamChunk
+from mstar.plugin.program import MethodKey, Run
+from mstar.worker.kv_pool import Sequence
+from mstar.worker.modules import Modules
+from mstar.worker.state import Cursor, RequestState, Scope, Tenant, Work, plain
+
+log = logging.getLogger("mstar.worker")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Works of one (module, method) to run together."""
+
+    key: MethodKey
+    works: list[Work]
+
+
+class Scheduler:
+    """Queues of ready work by method.
+
+    Args:
+        tenants: gives every tenant of the worker, idle sessions included.
+    """
+
+    def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
+        self.modules = modules
+        self.config = config
+        self.tenants: Callable[[], Iterable[Tenant]] = tuple
+        self.num_swaps = 0
+        self.num_rebuilds = 0
+        self.has_moved = False  # a tenant came back or was moved since the last call of next_batch
+        self._suspended: list[Cursor] = []
+        self._queues: dict[MethodKey, list[Work]] = {}
+        self._runtime_s: dict[MethodKey, float] = {}
+
+    # ---- ready work -------------------------------------------------------------------------------------
+
+    def make_work(self, cursor: Cursor, op: Run, *, inputs: dict[str, Any], chunks: dict[str, StreamChunk]) -> Work:
+        """The cursor's next work."""
+        request, scope, method = cursor.lane.request, cursor.scope, op.method
+        work = Work(
+            request_id=request.info.request_id,
+            path=scope.path,
+            inputs=inputs,
+            iteration=cursor.current_iteration,
+            chunks=chunks,
+            fields=request.info.fields,
+            params=request.view.params,
+            draw_key=scope.draw_key,
+            request=request,
+            cursor=cursor,
+            op=op,
+            key=op.key,
+            scope=scope,
+        )
+        kv = method.kv
+        if kv is not None:
+            work.label = kv.label
+            work.total = kv.tokens
+            if kv.spans is not None and inputs.get(kv.spans) is not None:
+                work.spans = plain(inputs[kv.spans]).tolist()
+        if method.has_tokens:
+            work.total = _num_tokens(work)
+        if any(p.shape is None and p.layout == "rows" for p in method.inputs):
+            work.shape_key = tuple(
+                tuple(plain(inputs[p.name]).shape)
+                for p in method.inputs
+                if p.shape is None and p.layout == "rows" and inputs.get(p.name) is not None
+            )
+        return work
+
+    def add(self, work: Work) -> None:
+        queue = self._queues.setdefault(work.key, [])
+        if not queue:
+            active = [self._runtime_s.get(key, 0.0) for key, other in self._queues.items() if other]
+            self._runtime_s[work.key] = max(self._runtime_s.get(work.key, 0.0), min(active, default=0.0))
+        queue.append(work)
+
+    def cancel(self, work: Work) -> None:
+        work.is_cancelled = True
+        queue = self._queues.get(work.key, [])
+        if work in queue:
+            queue.remove(work)
+
+    def discard(self, request: RequestState) -> None:
+        """Forget all work of a request."""
+        for key, queue in self._queues.items():
+            self._queues[key] = [work for work in queue if work.request is not request]
+        self._suspended = [cursor for cursor in self._suspended if cursor.lane.request is not request]
+
+    def discard_scope(self, scope: Scope) -> None:
+        """Forget the recomputation of what a scope no longer needs."""
+        if scope.tenant.num_rebuilding:
+            for key, queue in self._queues.items():
+                kept = [work for work in queue if not (work.is_rebuild and work.scope is scope)]
+                scope.tenant.num_rebuilding -= len(queue) - len(kept)
+                self._queues[key] = kept
+
+    def works(self) -> Iterator[Work]:
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def has_work(self) -> bool:
+        return any(self._queues.values()) or bool(self._suspended)
+
+    def suspend(self, cursor: Cursor) -> None:
+        """A cursor needs its sequences, which are on the host, for a step that is not a method's."""
+        self._suspended.append(cursor)
+
+    def take_resumable(self) -> list[Cursor]:
+        """Suspended cursors whose sequences are back."""
+        back = [c for c in self._suspended if not c.scope.tenant.is_swapped or self._bring_back(c.scope.tenant, [])]
+        back = [c for c in back if not c.scope.tenant.num_rebuilding]
+        if back:
+            self._suspended = [c for c in self._suspended if c not in back]
+        return back
+
+    # ---- fairness ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def least_runtime(requests: Iterable[RequestState]) -> float:
+        """Where a new request starts, so that neither it nor the others starve."""
+        return min((request.runtime_s for request in requests), default=0.0)
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        """Account a batch's measured time to its method and its requests."""
+        self._runtime_s[batch.key] = self._runtime_s.get(batch.key, 0.0) + seconds
+        share = seconds / len(batch.works)
+        for work in batch.works:
+            work.request.runtime_s += share
+
+    # ---- the next batch ---------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """The next works to run, taken from their queue; None if nothing can run now."""
+        self.has_moved = False
+        ready = [key for key, queue in self._queues.items() if queue]
+        if len(ready) > 1:
+            ready.sort(key=lambda key: self._runtime_s.get(key, 0.0))
+        for key in ready:
+            works = self._gather(key)
+            if works:
+                taken = set(map(id, works))
+                self._queues[key] = [work for work in self._queues[key] if id(work) not in taken]
+                return Batch(key, works)
+        return None
+
+    def victim_of_deadlock(self) -> RequestState | None:
+        """When work is ready, nothing runs and nothing can be moved: whose request must fail (the youngest's)."""
+        works = [work for work in self.works() if not work.request.is_dead]
+        return max(works, key=lambda work: work.scope.tenant.order).request if works else None
+
+    def _gather(self, key: MethodKey) -> list[Work]:
+        queue = self._queues[key]
+        method = queue[0].op.method
+        limit = min(method.max_batch or self.config.max_num_seqs, self.config.max_num_seqs)
+        if len(queue) > limit:
+            queue.sort(key=lambda w: (w.request.runtime_s, w.scope.tenant.order, w.path))
+        elif len(queue) > 1:
+            queue.sort(key=_age)
+        budget = self.config.max_num_batched_tokens
+        picked: list[Work] = []
+        for work in list(queue):
+            if len(picked) == limit or budget <= 0:
+                break
+            if picked and work.shape_key != picked[0].shape_key:
+                continue
+            if self._prepare(work, budget, picked):
+                picked.append(work)
+                if method.has_tokens:
+                    budget -= work.num_tokens
+        return picked
+
+    def _prepare(self, work: Work, budget: int, picked: list[Work]) -> bool:
+        """Give a work what it needs to run now; False: it has to wait."""
+        tenant, scope = work.scope.tenant, work.scope
+        if tenant.is_swapped and not self._bring_back(tenant, picked):
+            return False
+        if tenant.num_rebuilding and not work.is_rebuild:
+            return False
+        method, module = work.op.method, work.key[0]
+        if method.kv is not None and work.sequence is None:
+            work.sequence = self.modules.sequence(scope, module, work.label)
+            if method.has_tokens:
+                self._match_prefix(work)
+        if method.has_tokens:
+            self._cut_chunk(work, budget, is_first=not picked)
+            if work.num_tokens == 0 and work.total > 0:
+                return False
+        else:
+            work.num_tokens = work.total
+        if work.sequence is not None:
+            if method.kv is not None and method.kv.write and not self._reserve(work, picked):
+                return False
+            work.length = work.sequence.length
+            work.position = work.sequence.position
+        work.row = 0 if work.is_rebuild else self.modules.row(scope, module, work.request.info)
+        work.state = scope.states.get(module)
+        return True
+
+    def _match_prefix(self, work: Work) -> None:
+        """Skip what the prefix cache holds, unless outputs of skipped tokens would be missed."""
+        kv, sequence = work.op.method.kv, work.sequence
+        assert kv is not None and sequence is not None
+        if kv.ids is None or not kv.write:
+            return
+        if work.ids is None:
+            ids = plain(work.inputs[kv.ids])
+            work.ids = ids.tolist()
+        module = self.modules[work.key[0]]
+        per_token = any(p.layout == "tokens" for p in work.op.method.outputs) and not work.is_rebuild
+        if self.config.enable_prefix_caching and sequence.length == 0 and not per_token:
+            assert module.pool is not None
+            work.token_start = module.pool.match_prefix(sequence, work.ids, self._spans(work))
+
+    def _spans(self, work: Work) -> list[tuple[int, int, bytes]]:
+        kv = work.op.method.kv
+        names = dict(work.op.inputs)
+        return list(work.request.info.content_keys.get(names.get(kv.ids or "", "") if kv else "", ()))
+
+    def _cut_chunk(self, work: Work, budget: int, *, is_first: bool) -> None:
+        """How many of a work's tokens go into this step: never part of a bidirectional span."""
+        kv = work.op.method.kv
+        start, end = work.token_start, min(work.total, work.token_start + budget)
+        if kv is None or kv.attention == "full":
+            end = work.total if is_first or work.total <= budget else start
+        for span_start, span_end in work.spans or ():
+            if span_start < end < span_end:
+                end = span_start if span_start > start else (span_end if is_first else start)
+        work.num_tokens = end - start
+        work.is_last = end == work.total
+
+    # ---- memory -----------------------------------------------------------------------------------------
+
+    def _reserve(self, work: Work, picked: list[Work]) -> bool:
+        pool = self.modules[work.key[0]].pool
+        sequence = work.sequence
+        assert pool is not None and sequence is not None
+        while not pool.reserve(sequence, work.num_tokens):
+            if not self._preempt(work.scope.tenant, picked):
+                return False
+        return True
+
+    def _preempt(self, tenant: Tenant, picked: list[Work]) -> bool:
+        """Move the youngest tenant that is younger than `tenant`, holds pages and is not about to run."""
+        busy = {id(work.scope.tenant) for work in picked}
+        victims = [
+            other
+            for other in self.tenants()
+            if other.order > tenant.order and not other.is_swapped and not other.in_flight and id(other) not in busy
+        ]
+        for victim in sorted(victims, key=lambda other: other.order, reverse=True):
+            if self.modules.num_pages_held(victim) == 0:
+                continue
+            if self.modules.swap_out(victim):
+                self.num_swaps += 1
+            elif not victim.num_rebuilding and self.modules.can_forget(victim):
+                self.modules.forget(victim)
+                self.num_rebuilds += 1
+            else:
+                continue
+            self.has_moved = True
+            return True
+        return False
+
+    def _bring_back(self, tenant: Tenant, picked: list[Work]) -> bool:
+        """Swap a tenant in, or start to recompute it, if there is room; the oldest makes room for itself."""
+        root = tenant.request.tenants.get(-1)
+        if root is not None and root is not tenant and root.is_swapped and not self._bring_back(root, picked):
+            return False
+        while not self._fits(tenant):
+            oldest = min((other.order for other in self.tenants()), default=tenant.order)
+            if tenant.order != oldest or not self._preempt(tenant, picked):
+                return False
+        self.has_moved = True
+        tenant.is_swapped = False
+        if not tenant.forgotten:
+            self.modules.swap_in(tenant)
+            return True
+        tenant.num_rebuilding = len(tenant.forgotten)
+        for module, scope, sequence in tenant.forgotten:
+            self.add(self._rebuild(module, scope, sequence))
+        tenant.forgotten = []
+        return False  # its work waits until the sequences are rewritten
+
+    def _fits(self, tenant: Tenant) -> bool:
+        if not tenant.forgotten:
+            return self.modules.can_swap_in(tenant)
+        need: dict[str, int] = {}
+        for module, _, sequence in tenant.forgotten:
+            pool = self.modules[module].pool
+            assert pool is not None
+            need[module] = need.get(module, 0) + pool.pages_needed(sequence, sequence.num_pending + 1)
+        return all(count <= self.modules[module].pool.num_free for module, count in need.items())  # type: ignore[union-attr]
+
+    def _rebuild(self, module: str, scope: Scope, sequence: Sequence) -> Work:
+        node, method = self.modules.rebuilders[module]
+        kv, pool = method.kv, self.modules[module].pool
+        assert kv is not None and kv.ids is not None and pool is not None
+        ids = list(sequence.history or ())
+        inputs: dict[str, Any] = {p.name: None for p in method.inputs}
+        inputs[kv.ids] = torch.tensor(ids, dtype=torch.int64, device=self.modules.device)
+        op = Run(node.name, (node.module, method.name), method, (), (), (), (), ())
+        return Work(
+            request_id=scope.request.info.request_id,
+            path=scope.path,
+            inputs=inputs,
+            params=scope.request.view.params,
+            fields=scope.request.info.fields,
+            request=scope.request,
+            op=op,
+            key=op.key,
+            scope=scope,
+            total=len(ids),
+            sequence=sequence,
+            ids=ids,
+            token_start=pool.match_prefix(sequence, ids) if self.config.enable_prefix_caching else 0,
+            is_rebuild=True,
+        )
+
+
+def _age(work: Work) -> Any:
+    return work.scope.tenant.order, work.path
+
+
+def _num_tokens(work: Work) -> int:
+    """Tokens of a work with ragged inputs; its `tokens` ports must agree."""
+    lengths = {
+        port.name: len(plain(work.inputs[port.name]))
+        for port in work.op.method.inputs
+        if port.layout == "tokens" and work.inputs.get(port.name) is not None
+    }
+    if len(set(lengths.values())) != 1:
+        raise RequestError(f"{work.op.target}: token inputs differ in length: {lengths}", status=500)
+    return next(iter(lengths.values()))

@@ -1,0 +1,231 @@
+"""What a worker knows of its requests: lanes, scopes, cursors, tenants, and the work they are ready for.
+
+    Request -> Lane (one chain of walks) -> Cursor (a place in a program) -> Work (its turn at a method)
+    Scope   owns what one Each item (or a whole lane) has on the device: sequences, slot rows, host states
+    Tenant  is what is swapped as one: every lane's scopes of a request, or of one item of its outermost Each
+
+Data only; the router changes it, the scheduler and the runner read it. Owned by the worker's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mstar.ipc.messages import Emit, Open
+from mstar.plugin.nodes import StreamChunk, Task
+from mstar.plugin.program import LoopStart, MethodKey, Program, Run
+from mstar.plugin.states import RequestView
+from mstar.types import Path
+from mstar.worker.kv_pool import Sequence
+from mstar.worker.slots import SavedRow
+from mstar.worker.streams import StreamBuffer
+
+
+class Row(NamedTuple):
+    """One task's row of a batched output, not split off before somebody needs it alone."""
+
+    batch: Tensor
+    index: int
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.batch[self.index]
+
+
+def plain(value: Any) -> Any:
+    """The value itself, for what may be a `Row`."""
+    return value.tensor if type(value) is Row else value
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """What one lane keeps on the device at one path.
+
+    Args:
+        sequences: (module, label) -> sequence; an Alias is a second label of the same one.
+        rows: module -> row in its slot pool.
+        states: module -> the node's host state.
+        draw_key: for noise, see `layers.sampling.draw_key`.
+    """
+
+    path: Path
+    request: RequestState
+    tenant: Tenant
+    draw_key: int
+    sequences: dict[tuple[str, str], Sequence] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    saved_rows: dict[str, SavedRow] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+
+    def distinct(self, module: str) -> list[Sequence]:
+        """The module's sequences, aliases once."""
+        return list({id(s): s for (m, _), s in self.sequences.items() if m == module}.values())
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """What is preempted as one.
+
+    Args:
+        order: (arrival, item); the least is the oldest. Idle sessions have an infinite arrival.
+        is_swapped: its pages and rows are on the host.
+        forgotten: (module, scope, sequence) to be recomputed once it is brought back.
+        num_rebuilding: sequences still to be recomputed before its work can go on.
+        in_flight: tasks in a step that has been launched and not finished.
+    """
+
+    request: RequestState
+    order: tuple[float, int]
+    scopes: list[Scope] = field(default_factory=list)
+    is_swapped: bool = False
+    forgotten: list[tuple[str, Scope, Sequence]] = field(default_factory=list)
+    num_rebuilding: int = 0
+    in_flight: int = 0
+
+    @property
+    def item(self) -> int:
+        """The item of the outermost Each; -1 for what lies outside any."""
+        return self.order[1]
+
+
+@dataclass(slots=True, eq=False)
+class EachGroup:
+    """The children of one Each, as far as the order of their output goes."""
+
+    size: int
+    next: int = 0
+    done: set[int] = field(default_factory=set)
+    held: dict[int, list[Emit]] = field(default_factory=dict)
+
+
+Groups = tuple[tuple[EachGroup, int], ...]
+"""The Eaches around a cursor, outermost first, with its item in each."""
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A loop a cursor is in. `reason` is set when the loop must end after this iteration."""
+
+    op: LoopStart
+    limit: int | None
+    iteration: int = 0
+    reason: str | None = None
+    collected: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """A place in a program.
+
+    Args:
+        env: the values it sees, by name; branches and children start with a copy of their parent's.
+        written: names a branch has written, merged into its parent at the join.
+        index: which branch or item of its parent it is.
+        iteration: of the loop around its Each or Parallel, for use outside loops of its own.
+        pending: children that have not joined yet; `results` holds their values to collect.
+        chunks: what it has taken from streams while it waits for others.
+        waiting: what it will start when an ordered Each goes on.
+    """
+
+    lane: Lane
+    scope: Scope
+    groups: Groups
+    pc: int
+    env: dict[str, Any]
+    parent: Cursor | None = None
+    index: int = 0
+    iteration: int = 0
+    loops: list[Frame] = field(default_factory=list)
+    written: dict[str, None] = field(default_factory=dict)
+    pending: int = 0
+    results: list[Cursor] = field(default_factory=list)
+    waiting: list[Cursor] = field(default_factory=list)
+    chunks: dict[str, StreamChunk] = field(default_factory=dict)
+    reason: str | None = None
+    work: Work | None = None
+    is_done: bool = False
+
+    @property
+    def current_iteration(self) -> int:
+        return self.loops[-1].iteration if self.loops else self.iteration
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A chain of walks. `is_fed`: its cursors are started by the scopes of the walks that feed its streams.
+
+    Args:
+        live: cursors at its outermost level that have not ended.
+        feeders: walks that can still start cursors of this lane.
+        groups: a feeding lane's EachGroup -> this lane's own.
+        ended: its ended outermost cursors, by path.
+    """
+
+    request: RequestState
+    name: str
+    program: Program
+    scopes: dict[Path, Scope] = field(default_factory=dict)
+    live: dict[Path, Cursor] = field(default_factory=dict)
+    feeders: int = 0
+    is_fed: bool = False
+    groups: dict[int, EachGroup] = field(default_factory=dict)
+    ended: dict[Path, Cursor] = field(default_factory=dict)
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One admitted request."""
+
+    info: Open
+    view: RequestView
+    tenants: dict[int, Tenant] = field(default_factory=dict)
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    buffers: dict[tuple[str, Path], StreamBuffer] = field(default_factory=dict)
+    waiters: dict[tuple[str, Path], Cursor] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    budgets: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    runtime_s: float = 0.0  # its share of measured step time, for fairness
+    is_dead: bool = False
+
+    def tenant(self, path: Path) -> Tenant:
+        """The tenant that holds what lies at `path`."""
+        item = path[0] if path else -1
+        if item not in self.tenants:
+            self.tenants[item] = Tenant(self, (self.info.arrival, item))
+        return self.tenants[item]
+
+
+@dataclass(slots=True, eq=False)
+class Work(Task):
+    """A task with what the engine needs besides: made by the router, reserved by the scheduler, run by the runner.
+
+    Args:
+        total: tokens in all its chunks; `num_tokens` are this step's.
+        sequence: the KV history it reads or extends.
+        row: in the module's slot pool.
+        spans: bidirectional spans of the whole task, (n, 2).
+        token_outputs: port -> what earlier chunks gave.
+        is_rebuild: rewrites a preempted sequence from its ids; outputs and samples are dropped.
+    """
+
+    request: RequestState = None  # type: ignore[assignment]
+    cursor: Cursor = None  # type: ignore[assignment]
+    op: Run = None  # type: ignore[assignment]
+    key: MethodKey = ("", "")
+    scope: Scope = None  # type: ignore[assignment]
+    label: str = ""
+    total: int = 0
+    sequence: Sequence | None = None
+    row: int = 0
+    ids: list[int] | None = None
+    spans: Any = None
+    shape_key: Any = None
+    token_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    is_rebuild: bool = False
+    is_cancelled: bool = False

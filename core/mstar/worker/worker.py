@@ -1,0 +1,145 @@
+"""The worker: where nodes run. One thread or process; `step` is the loop, and the function to read first."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mstar.config import EngineConfig
+from mstar.errors import RequestError
+from mstar.ipc.channel import WorkerEnd
+from mstar.ipc.messages import Dead, Ready, Shutdown, Stats
+from mstar.plugin.graph import Graph
+from mstar.plugin.spec import Checkpoint, ModelSpec
+from mstar.worker.modules import Modules
+from mstar.worker.router import Router
+from mstar.worker.runner import Finished, Runner
+from mstar.worker.scheduler import Batch, Scheduler
+
+log = logging.getLogger("mstar.worker")
+
+STATS_INTERVAL_S = 0.1
+
+
+class Worker:
+    """Serves the engine's messages: receive, schedule, run, route.
+
+    Example:
+        worker = Worker(spec, graph, checkpoint, config, end)
+        worker.run()  # until Shutdown
+    """
+
+    def __init__(
+        self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint, config: EngineConfig, end: WorkerEnd
+    ) -> None:
+        self.end = end
+        self.spec, self.graph, self.checkpoint, self.config = spec, graph, checkpoint, config
+        self.is_stopped = False
+        self.num_steps = 0
+        self._stats_due_s = 0.0
+        self._last_stats: Stats | None = None
+
+    def load(self) -> None:
+        """Load the model and build the worker's parts."""
+        self.modules = Modules(self.spec, self.graph, checkpoint=self.checkpoint, config=self.config)
+        self.scheduler = Scheduler(self.modules, config=self.config)
+        self.runner = Runner(self.modules, config=self.config)
+        self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
+
+    def run(self) -> None:
+        """Load, say Ready, and step until told to stop. Whatever ends it early is reported as Dead."""
+        try:
+            self.load()
+            self.end.send(self.ready())
+            while not self.is_stopped:
+                self.step()
+        except Exception as error:
+            log.exception("the worker stopped")
+            self.end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+
+    def step(self) -> None:
+        """One turn of the loop."""
+        self.receive()
+        batch = self.schedule()
+        if batch is not None:
+            started = time.perf_counter()
+            finished = self.runner.run(batch)
+            self.scheduler.record(batch, time.perf_counter() - started)
+            self.route(finished)
+        self.report()
+
+    def receive(self) -> None:
+        """Take the engine's messages; wait for some only when there is nothing else to do."""
+        timeout_s = 0.0 if self.scheduler.has_work else (1.0 if self._last_stats == self.stats() else STATS_INTERVAL_S)
+        for message in self.end.receive(timeout_s):
+            if isinstance(message, Shutdown):
+                self.is_stopped = True
+            else:
+                self.router.handle(message)
+        self.router.resume()
+
+    def schedule(self) -> Batch | None:
+        """The next batch. When work is ready but nothing can ever run, the youngest request fails, so others go on."""
+        batch = self.scheduler.next_batch()
+        while batch is None and self.scheduler.has_moved:
+            self.router.resume()
+            batch = self.scheduler.next_batch()
+        if batch is None and (request := self.scheduler.victim_of_deadlock()) is not None:
+            message = "the KV cache is exhausted and nothing more can be moved to the host; raise --swap-space"
+            self.router.fail(request, RequestError(message, status=503, code="kv_cache_exhausted"))
+        return batch
+
+    def route(self, finished: Finished) -> None:
+        """Send what a batch gave on its way."""
+        self.num_steps += 1
+        for work in finished.unfinished:
+            if not work.request.is_dead:
+                self.scheduler.add(work)
+        for work, error in finished.failed:
+            self.router.fail(work.request, error)
+        for work, values in finished.done:
+            if work.is_rebuild:
+                work.scope.tenant.num_rebuilding -= 1
+            elif not work.request.is_dead:
+                self.router.complete(work, values)
+
+    def report(self) -> None:
+        """Send the router's messages, and statistics now and then."""
+        for message in self.router.outbox:
+            self.end.send(message)
+        self.router.outbox.clear()
+        now = time.monotonic()
+        if now >= self._stats_due_s:
+            self._stats_due_s = now + STATS_INTERVAL_S
+            stats = self.stats()
+            if stats != self._last_stats:
+                self._last_stats = stats
+                self.end.send(stats)
+
+    def ready(self) -> Ready:
+        """What the worker holds, for the start-up log and for admission."""
+        plan = []
+        for module in self.modules.by_name.values():
+            pool = module.pool
+            num_pages = pool.num_usable if pool else 0
+            kv_bytes = num_pages * pool.page_bytes if pool else 0
+            plan.append((module.name, module.weights_bytes, kv_bytes, num_pages * pool.page_size if pool else 0))
+        return Ready(plan=plan, max_model_len=self.modules.max_model_len)
+
+    def stats(self) -> Stats:
+        pools = {m.name: m.pool for m in self.modules.by_name.values() if m.pool is not None}
+        return Stats(
+            running=len(self.router.requests),
+            waiting=sum(1 for _ in self.scheduler.works()),
+            steps=self.num_steps,
+            pools={name: (pool.num_used, pool.num_usable) for name, pool in pools.items()},
+            slots_used=sum(m.slots.num_used for m in self.modules.by_name.values()),
+            swapped=sum(tenant.is_swapped for tenant in self.router.tenants()),
+            swaps=self.scheduler.num_swaps,
+            cache_hit_tokens=sum(pool.hit_tokens for pool in pools.values()),
+            method_s={name: (int(c), int(r), s) for name, (c, r, s) in self.runner.method_s.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that pools and slots hold exactly what requests and sessions hold."""
+        self.modules.check_integrity(self.router.scopes())
