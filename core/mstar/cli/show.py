@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,7 @@ def plugins(as_json: bool) -> None:
                 row["name"], row["version"], row["distribution"], ", ".join(row["tasks"]),
                 ", ".join(row["modalities_in"]), ", ".join(row["modalities_out"]), row["checkpoint"],
             )  # fmt: skip
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 160)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _describe(plugin: InstalledPlugin) -> dict[str, Any]:

@@ -186,8 +186,11 @@ def _box(graph: Graph, section: Section) -> _Box:
 
 
 def _walk_box(graph: Graph, walk: Walk) -> _Box:
-    starts = [f"starts on {_rule(start)}" for start in graph.states.starts if start.walk == walk.name]
-    return _Box("frame", [_walk_title(walk), *starts], [_box(graph, walk.section)], name=walk.name)
+    lines = [f"starts on {_rule(start)}" for start in graph.states.starts if start.walk == walk.name]
+    for then in graph.states.thens:
+        if then.walk == walk.name:
+            lines.append(", ".join([f"follows {then.after}", _rule(then)]).removesuffix(", "))
+    return _Box("frame", [_walk_title(walk), *lines], [_box(graph, walk.section)], name=walk.name)
 
 
 def _stream_arrows(graph: Graph, walks: list[_Box]) -> Iterator[tuple[_Box, _Box, str]]:
@@ -222,7 +225,7 @@ def text(graph: Graph) -> str:
     lines.append("states")
     lines += [f"  start {start.walk} on {_rule(start)}" for start in graph.states.starts]
     for then in graph.states.thens:
-        lines.append(f"  after {then.after} follows {then.walk}" + (f", {_rule(then)}" if _rule(then) else ""))
+        lines.append(f"  {then.walk} follows {then.after}, {_rule(then)}".removesuffix(", "))
     return "\n".join(lines) + "\n"
 
 
@@ -274,9 +277,7 @@ def mermaid(graph: Graph) -> str:
     for sender, receiver, words in _stream_arrows(graph, walks):
         lines.append(f"  {names[id(sender)]} -. {label([words])} .-> {names[id(receiver)]}")
     by_name = {walk.name: names[id(walk)] for walk in walks}
-    for then in graph.states.thens:
-        rule = _rule(then)
-        lines.append(f"  {by_name[then.after]} ==>" + (f"|{label([rule])}| " if rule else " ") + by_name[then.walk])
+    lines += [f"  {by_name[then.after]} ==> {by_name[then.walk]}" for then in graph.states.thens]
     return "\n".join(lines) + "\n"
 
 
@@ -289,8 +290,10 @@ _STYLE = """
   rect { fill: #fff; stroke: #52606d } .walk { fill: #f5f7fa } .frame { fill: none; stroke-dasharray: 5 3 }
   .call { fill: #e3f0ff } .step { fill: #fff3d6 } .card { fill: #fbfbfb; stroke: #cbd2d9 }
   path { fill: none; stroke: #52606d; stroke-width: 1.3 } .stream { stroke: #0b6e4f; stroke-dasharray: 6 3 }
-  .then { stroke: #b44d12; stroke-width: 2.4 }
+  .then { stroke: #b44d12; stroke-width: 2 } .head { fill: #52606d; stroke: none }
 """
+_ARROW_HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9"
+ markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" class="head"/></marker></defs>"""
 
 
 def svg(graph: Graph) -> str:
@@ -312,22 +315,24 @@ def svg(graph: Graph) -> str:
     body = [line for card in cards for line in _drawn(card, is_walk=False)]
     body += [line for walk in boxes for line in _drawn(walk, is_walk=True)]
     body += [_down(a, b) for walk in boxes for a, b in walk.arrows()]
-    for then in graph.states.thens:
-        body += _across(walks[then.after], walks[then.walk], words=f"then {_rule(then)}".strip(), kind="then")
-    for sender, receiver, words in _stream_arrows(graph, boxes):
-        body += _across(sender, receiver, words=words, kind="stream")
+    body += [_followed(walks[then.after], walks[then.walk]) for then in graph.states.thens]
+    body += [_streamed(sender, receiver, name) for sender, receiver, name in _stream_arrows(graph, boxes)]
     width, height = page.width + 2 * _MARGIN, page.height + 2 * _MARGIN
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}">\n<style>{_STYLE}</style>\n<defs><marker id="head" viewBox="0 0 8 8" '
-        'refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" '
-        'style="fill:#52606d;stroke:none"/></marker></defs>\n'
-        f'<rect width="{width:.0f}" height="{height:.0f}" style="stroke:none"/>\n' + "\n".join(body) + "\n</svg>\n"
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}">',
+            f"<style>{_STYLE}</style>",
+            _ARROW_HEAD,
+            f'<rect {size} style="stroke:none"/>',
+            *body,
+            "</svg>\n",
+        )
     )
 
 
 def _columns(graph: Graph) -> list[list[list[str]]]:
-    """Walks that streams or states join, as one group each: columns by distance from the walks that come first."""
+    """Walks that streams or states join, as one group each, in columns."""
     edges = {(then.after, then.walk) for then in graph.states.thens}
     boxes = [_walk_box(graph, walk) for walk in graph.walks]
     owner = {id(box): walk.name for walk in boxes for box in walk.walk()}
@@ -341,13 +346,13 @@ def _columns(graph: Graph) -> list[list[list[str]]]:
             group |= {name for edge in edges if group & {*edge} for name in edge}
         members = [name for name in remaining if name in group]
         remaining = [name for name in remaining if name not in group]
-        column = [name for name in members if not any(b == name != a for a, b in edges)] or members[:1]
-        columns, placed = [], set[str]()
-        while column:
-            columns.append(column)
-            placed |= {*column}
-            column = [name for name in members if name not in placed and any((a, name) in edges for a in placed)]
-        groups.append([*columns, *([name] for name in members if name not in placed)])
+        columns: list[list[str]] = []
+        for name in members:  # after every earlier walk that feeds it; arrows back to earlier walks are only drawn
+            before = [index for index, column in enumerate(columns) for a in column if (a, name) in edges]
+            at = max(before, default=-1) + 1
+            columns += [[]] * (at == len(columns))
+            columns[at] = [*columns[at], name]
+        groups.append(columns)
     return groups
 
 
@@ -412,13 +417,19 @@ def _down(one: _Box, other: _Box) -> str:
     return f'<path marker-end="url(#head)" d="{curve}"/>'
 
 
-def _across(one: _Box, other: _Box, *, words: str, kind: str) -> list[str]:
-    x, y = one.x + one.width, one.y + (_LINE if kind == "then" else one.height / 2)
-    to_x, to_y = other.x, other.y + (_LINE if kind == "then" else other.height / 2)
+def _streamed(one: _Box, other: _Box, name: str) -> str:
+    x, y, to_x, to_y = one.x + one.width, one.y + one.height / 2, other.x, other.y + other.height / 2
     bend = max(50, abs(to_x - x) / 2)
     curve = f"M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {to_x - bend:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}"
-    label_x = (x + to_x) / 2 - len(words) * _CHARACTER / 2
-    return [
-        f'<path class="{kind}" marker-end="url(#head)" d="{curve}"/>',
-        f'<text class="note" x="{label_x:.1f}" y="{(y + to_y) / 2 - 5:.1f}">{escape(words)}</text>',
-    ]
+    label_x = (x + to_x - len(name) * _CHARACTER) / 2
+    return (
+        f'<path class="stream" marker-end="url(#head)" d="{curve}"/>\n'
+        f'<text class="note" x="{label_x:.1f}" y="{(y + to_y) / 2 - 5:.1f}">{escape(name)}</text>'
+    )
+
+
+def _followed(one: _Box, other: _Box) -> str:
+    """An arc over whatever lies between two walks."""
+    x, to_x, peak = one.x + one.width - 30, other.x + 30, min(one.y, other.y) - 34
+    curve = f"M{x:.1f} {one.y:.1f}C{x:.1f} {peak:.1f} {to_x:.1f} {peak:.1f} {to_x:.1f} {other.y:.1f}"
+    return f'<path class="then" marker-end="url(#head)" d="{curve}"/>'

@@ -45,16 +45,14 @@ class StreamBroken(Exception):
     """A stream failed after its status was sent; the server drops the connection without ending the body."""
 
 
-def create_app(
-    engine: Engine, *, root: str, max_model_len: int | None, max_body_bytes: int, on_start: Callable[[], None] | None = None
-) -> Starlette:
-    """The HTTP application of one model.
+def create_app(engine: Engine, *, root: str, max_body_bytes: int) -> Starlette:
+    """The HTTP application of one model, whose engine has started.
 
     Args:
         root: the checkpoint, as the operator named it.
-        on_start: called when the server is about to answer.
+        max_body_bytes: larger bodies are refused with 413.
     """
-    surface = Surface(engine, root=root, max_model_len=max_model_len, max_body_bytes=max_body_bytes)
+    surface = Surface(engine, root=root, max_body_bytes=max_body_bytes)
     app = Starlette(
         routes=surface.routes(),
         middleware=[Middleware(RequestIds)],
@@ -73,11 +71,15 @@ def create_app(
 class Surface:
     """The handlers of all routes."""
 
-    def __init__(self, engine: Engine, *, root: str, max_model_len: int | None, max_body_bytes: int) -> None:
+    def __init__(self, engine: Engine, *, root: str, max_body_bytes: int) -> None:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
         self._models = openai.list_models(
-            engine.spec, names=engine.model_names, root=root, created=int(time.time()), max_model_len=max_model_len
+            engine.spec,
+            names=engine.model_names,
+            root=root,
+            created=int(time.time()),
+            max_model_len=engine.state.max_model_len,
         )
 
     def routes(self) -> list[Route]:

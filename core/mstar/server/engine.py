@@ -24,6 +24,7 @@ from mstar.ipc.channel import EngineEnd
 from mstar.plugin.graph import Graph
 from mstar.plugin.processor import Processor
 from mstar.plugin.session import SessionTable
+from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
 from mstar.server.native import GenerateRequest, read_request
 from mstar.server.requests import Action, Deliver, End, EngineState, Entry, Limits, RunStep, Send, internal_error
@@ -122,13 +123,14 @@ class Engine:
         *,
         spec: ModelSpec,
         graph: Graph,
-        processor: Processor,
+        make_processor: Callable[[SpecLimits], Processor],
         config: EngineConfig,
         end: EngineEnd,
         base: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
+        self.graph = graph
         self.model_names = tuple(dict.fromkeys((*config.model_names, spec.name)))
         self.state = EngineState(
             graph=graph,
@@ -140,7 +142,8 @@ class Engine:
             ),
             sessions=SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions),
         )
-        self._processor = processor
+        self._make_processor = make_processor
+        self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end
         self._base = base
         self._clock = clock
@@ -156,7 +159,7 @@ class Engine:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait until the worker can answer. Raises ConfigError if it cannot."""
+        """Wait until the worker can answer, then make the model's Processor. Raises ConfigError if it cannot."""
         self._spawn(self._read())
         self._spawn(self._tick())
         while self.state.plan is None and self.state.dead is None:
@@ -165,6 +168,9 @@ class Engine:
         if self.state.dead is not None:
             await self.close()
             raise ConfigError(f"the model could not be started: {self.state.dead}")
+        limits = SpecLimits(max_model_len=self.state.max_model_len)
+        loop = asyncio.get_running_loop()
+        self._processor = await loop.run_in_executor(self._encode_pool, self._make_processor, limits)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those running go on."""
@@ -187,6 +193,11 @@ class Engine:
         self._decode_pool.shutdown(wait=False, cancel_futures=True)
 
     # -- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have not been decoded to their end."""
+        return len(self._handles)
 
     async def submit(self, wire: GenerateRequest) -> RequestHandle:
         """Take a request in and encode it. Raises RequestError if it is refused; cancelling aborts it."""
@@ -266,6 +277,7 @@ class Engine:
                 resumed=resumed,
                 base=self._base,
             )
+            assert self._processor is not None
             encoded = self._processor.encode(request)
             tensors = self.spec.tasks[request.task].tensors_out
             decoding = Decoding(self._processor, request=request, encoded=encoded, tensors_out=tensors)

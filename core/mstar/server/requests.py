@@ -127,6 +127,7 @@ class EngineState:
         self._kept: dict[str, dict[str, Any]] = {}  # session -> walk outputs its next request starts with
         self._mean_s = 1.0  # how long requests take, for Retry-After
         self.plan: list[tuple[str, int, int, int]] | None = None  # from Ready
+        self.max_model_len = 0  # likewise
         self.stats: messages.Stats | None = None
         self.dead: str | None = None
         self.draining = False
@@ -208,7 +209,7 @@ class EngineState:
             self.stats = message
             return []
         if isinstance(message, messages.Ready):
-            self.plan = message.plan
+            self.plan, self.max_model_len = message.plan, message.max_model_len
             return self._open_waiting(now=now)
         if isinstance(message, messages.Dead):
             self.dead = message.reason
@@ -336,7 +337,9 @@ class EngineState:
 
     def _open(self, entry: Entry, *, now: float) -> list[Action]:
         request, encoded, view = entry.request, entry.encoded, entry.view
-        assert request is not None and encoded is not None and view is not None
+        assert request is not None
+        assert encoded is not None
+        assert view is not None
         starts = self._graph.states.start(view)
         if not starts:
             raise RequestError(f"no walk of the model starts for task {request.task!r} as asked", status=500)

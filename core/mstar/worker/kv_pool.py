@@ -73,6 +73,11 @@ class Sequence:
         return self.image is not None
 
     @property
+    def resident(self) -> bool:
+        """Whether its pages are in the pool: neither freed nor swapped out."""
+        return self.row >= 0 and self.image is None
+
+    @property
     def history(self) -> list[int] | None:
         """Token ids from which every token can be rewritten; None if there is more to it than ids."""
         return self.ids if len(self.ids) >= self.length and not self.spans else None
@@ -142,7 +147,7 @@ class KVPool:
         device: torch.device | str,
         prefix_cache: bool = True,
     ) -> None:
-        assert num_pages > 1 and page_size > 0, (num_pages, page_size)
+        assert min(num_pages - 1, page_size) > 0, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = page_bytes(layout, page_size=page_size, dtype=dtype)
@@ -192,7 +197,7 @@ class KVPool:
             position: of the next token. None: what it was in `source` at that length, which must be known then
                 (`Sequence.position_at`).
         """
-        assert source.row >= 0 and not source.swapped
+        assert source.resident
         length = source.length if at is None else at
         assert 0 <= length <= source.length, (length, source.length)
         known = source.position if length == source.length else source.position_at(length)
@@ -227,7 +232,7 @@ class KVPool:
         `num_pending` counts down to 0 then; `match_prefix(sequence, sequence.history)` may shorten the work.
         """
         assert sequence.history is not None, "a sequence that was not written from ids alone cannot be rewritten"
-        assert sequence.row >= 0 and not sequence.swapped
+        assert sequence.resident
         self._drop_pages(sequence, keep=0)
         sequence.page_hashes = []
         sequence.cut_to(0, position=sequence.start)
@@ -248,7 +253,7 @@ class KVPool:
         """
         if sequence.length + num_tokens <= sequence.writable:
             return True
-        assert sequence.row >= 0 and not sequence.swapped
+        assert sequence.resident
         if self.pages_needed(sequence, num_tokens) > self.num_free:
             return False
         first = sequence.length // self.page_size
@@ -320,7 +325,8 @@ class KVPool:
         Args:
             advance: how far the position had moved (None: as known from the commits).
         """
-        assert 0 <= num_tokens <= sequence.length and not sequence.swapped, (num_tokens, sequence.length)
+        assert sequence.resident
+        assert 0 <= num_tokens <= sequence.length, (num_tokens, sequence.length)
         if num_tokens == 0:
             return
         length = sequence.length - num_tokens
@@ -343,7 +349,8 @@ class KVPool:
 
         Less than `len(ids)`, so that the last token is computed, and never inside a span.
         """
-        assert sequence.row >= 0 and sequence.length == 0 and not sequence.swapped
+        assert sequence.resident
+        assert sequence.length == 0, "only an empty sequence can take a prefix"
         spans = list(spans)
         size = self.page_size
         content = root_hash(sequence.start)
@@ -505,15 +512,16 @@ class KVPool:
     def _check_sequence(self, sequence: Sequence) -> None:
         size, num_pages = self.page_size, len(sequence.pages)
         row = self._table[sequence.row]
-        assert row[:num_pages].tolist() == sequence.pages and not row[num_pages:].any(), "page table is wrong"
+        assert row.tolist() == sequence.pages + [0] * (len(row) - num_pages), "page table is wrong"
         if sequence.image is not None:
-            assert not sequence.pages and not sequence.writable, "a swapped sequence has pages"
+            assert (num_pages, sequence.writable) == (0, 0), "a swapped sequence has pages"
             return
         assert sequence.length <= num_pages * size, "tokens without a page"
         if sequence.writable > sequence.length:
             assert sequence.writable <= num_pages * size, "more is writable than reserved"
             for page in sequence.pages[sequence.length // size :]:
-                assert self._references[page] == 1 and page not in self._cache, "a writable page is shared"
+                assert self._references[page] == 1, "a writable page is shared"
+                assert page not in self._cache, "a writable page can be found"
         previous = root_hash(sequence.start)
         for index, content in enumerate(sequence.page_hashes):
             start, end = index * size, (index + 1) * size

@@ -21,6 +21,7 @@ from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Sp
 from mstar.plugin.spec import ModelSpec
 from mstar.plugin.states import RequestView
 from mstar.types import Path
+from mstar.worker.ahead import adopts
 from mstar.worker.modules import Modules
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import (
@@ -132,9 +133,12 @@ class Router:
         return next((x for x in request.lanes.values() if x.program is program and not x.is_over), None)
 
     def _stop_at(self, request: RequestState, message: StopAt) -> None:
-        for lane in request.lanes.values():
-            cursor = None if lane.is_fed else self._find(lane, message.path)
-            if cursor is None or not cursor.loops or cursor.work is None:
+        waiting = {work.cursor for work in self.scheduler.works() if work.request is request and work.cursor}
+        found = [c for c in waiting if c.scope.path == message.path and not c.lane.is_fed and c.ahead is None]
+        if not found:
+            request.stops[message.path] = message.reason  # its work is running
+        for cursor in found:
+            if not cursor.loops or cursor.work is None:
                 continue
             self.scheduler.cancel(cursor.work)
             cursor.work = None
@@ -142,10 +146,6 @@ class Router:
             del cursor.loops[1:]
             self._leave_loop(cursor, frame, message.reason)
             self.advance(cursor)
-
-    def _find(self, lane: Lane, path: Path) -> Cursor | None:
-        found = [w.cursor for w in self.scheduler.works() if w.cursor.lane is lane and w.cursor.scope.path == path]
-        return found[0] if found else None
 
     def _close(self, request: RequestState) -> None:
         session = request.info.session
@@ -254,6 +254,8 @@ class Router:
         ops = cursor.lane.program.ops
         while not cursor.lane.request.is_dead:
             op = ops[cursor.pc]
+            if cursor.ahead is not None and not isinstance(op, Run | LoopEnd | Skip):
+                self._retract(cursor)
             if isinstance(op, Run):
                 self._ready(cursor, op)
                 return
@@ -286,6 +288,10 @@ class Router:
         for cursor in self.scheduler.take_resumable():
             self._guard(cursor.lane.request, lambda _, cursor=cursor: self.advance(cursor))
 
+    def awaits_engine(self) -> bool:
+        """Whether some request has nothing to run here before the engine's next message: it may free memory then."""
+        return any(all(lane.is_over for lane in request.lanes.values()) for request in self.requests.values())
+
     def tenants(self) -> Iterable[Tenant]:
         """Every tenant, those of idle sessions too."""
         for request in self.requests.values():
@@ -304,12 +310,25 @@ class Router:
             if taken is None:
                 return
             chunks = taken
+        if cursor.ahead is not None:
+            if adopts(cursor.ahead, op, cursor):
+                cursor.work, cursor.ahead = cursor.ahead, None
+                return
+            self._retract(cursor)
         env = cursor.env
         inputs = {port: env.get(value) for port, value in op.inputs}
         for port, _ in op.receives:
             inputs[port] = chunks[port].items if port in chunks else None
         cursor.work = self.scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
         self.scheduler.add(cursor.work)
+
+    def _retract(self, cursor: Cursor) -> None:
+        """The work queued ahead is not what follows: take it back, even if it has been launched."""
+        ahead, cursor.ahead = cursor.ahead, None
+        assert ahead is not None
+        self.scheduler.cancel(ahead)
+        if ahead.undo is not None:
+            ahead.undo()
 
     def _receive(self, cursor: Cursor, op: Run) -> dict[str, StreamChunk] | None:
         """One chunk of every stream the op reads, or None after registering to be woken."""
@@ -593,8 +612,9 @@ class Router:
         frame = innermost_dynamic(cursor)
         if frame is None:
             return
-        if work.stop_reason is not None:
-            frame.reason = work.stop_reason
+        reason = work.stop_reason or work.request.stops.pop(work.path, None)
+        if reason is not None:
+            frame.reason = reason
         for port, stream in op.receives:
             chunk = work.chunks.get(port)
             if chunk is not None and chunk.final and stream.name in frame.op.streams:

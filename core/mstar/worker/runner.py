@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain
 
+Draws = list[tuple[str, Tensor, Tensor]]
+"""(sampler, rows, ids) of every `ctx.sample` of a step."""
+
 _EMPTY_PLAN = Plan()
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
@@ -41,15 +45,13 @@ class Finished:
 
 @dataclass(slots=True)
 class Step:
-    """A batch that has been launched: its outputs, and what it takes to undo it."""
+    """A batch that has been launched, and its outputs on the device."""
 
     batch: Batch
     outputs: dict[str, Any]
     starts: list[int]
-    plan: Plan
-    draws: list[tuple[str, Tensor, Tensor]]
-    saved: Any
-    rows: Tensor
+    row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
+
 
 
 class Runner:
@@ -95,7 +97,7 @@ class Runner:
         layout = _BatchLayout(method, works, align=self.align)
         context = self._context(module, method, works, plan, layout)
         inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
-        draws: list[tuple[str, Tensor, Tensor]] = []
+        draws: Draws = []
         context.sample = self._sampler(module, works, layout, draws)
         saved = module.slots.save(context.rows) if module.slots.tensors else None
         started = time.perf_counter()
@@ -107,8 +109,11 @@ class Runner:
             raise
         finally:
             self._record(batch, time.perf_counter() - started)
-        self._commit(module, method, works, plan)
-        return Step(batch, outputs, layout.starts, plan, draws, saved, context.rows)
+        row_ids = self._commit(module, method, works, plan)
+        for index, work in enumerate(works):
+            work.scope.tenant.in_flight += 1
+            work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
+        return Step(batch, outputs, layout.starts, row_ids)
 
     def _prepare(self, module: Module, method: str, works: list[Work]) -> Plan:
         hook = module.prepare.get(method)
@@ -275,14 +280,12 @@ class Runner:
                 got = len(value) if port.layout == "item" else tuple(value.shape)
                 raise PluginError(f"{where} returned {got} for port {name!r}; {size} {port.layout} were expected")
 
-    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> None:
+    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> Tensor | None:
+        """Count what was written. Ids that are rows of a step still running are returned, to be told later."""
         kv, pool = method.kv, module.pool
         if kv is None or pool is None or not kv.write:
-            return
+            return None
         ragged = kv.ids is not None and method.has_tokens
-        row_ids = None
-        if kv.ids is not None and not ragged:
-            row_ids = self._stack([w.inputs[kv.ids] for w in works]).tolist()
         for i, work in enumerate(works):
             assert work.sequence is not None
             ids: list[int] | None = None
@@ -291,22 +294,38 @@ class Runner:
                 ids = work.ids[work.token_start : work.token_start + work.num_tokens]
                 names = dict(work.op.inputs)
                 spans = work.request.info.content_keys.get(names.get(kv.ids or "", ""), ())
-            elif row_ids is not None:
-                ids = [row_ids[i]]
             advance = plan.advance[i] if plan.advance is not None else None
             pool.commit(work.sequence, work.num_tokens, ids=ids, spans=spans, advance=advance)
+        is_known = kv.ids is not None and not ragged
+        return self._stack([w.inputs[kv.ids] for w in works]) if is_known else None
+
+    def _learn(self, step: Step) -> None:
+        """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
+        pool = self.modules[step.batch.key[0]].pool
+        if step.row_ids is None or pool is None:
+            return
+        for work, written in zip(step.batch.works, step.row_ids.tolist(), strict=True):
+            sequence = work.sequence
+            is_late = work.is_cancelled or work.request.is_dead
+            if not is_late and sequence is not None and len(sequence.ids) == work.length:
+                pool.learn(sequence, [written])
 
     # ---- finish -----------------------------------------------------------------------------------------
 
     def finish(self, step: Step) -> Finished:
         """Host side of a launched step: stops, whole chunks, what each work gave."""
         result = Finished()
+        self._learn(step)
+        for work in step.batch.works:
+            work.scope.tenant.in_flight -= 1
+            work.undo = None
         hook = self.modules[step.batch.key[0]].finish.get(step.batch.key[1])
-        ending = [(i, work) for i, work in enumerate(step.batch.works) if not work.is_rebuild]
+        late = [work.is_cancelled or work.request.is_dead for work in step.batch.works]
+        ending = [(i, w) for i, w in enumerate(step.batch.works) if not w.is_rebuild and not late[i]]
         host = self._host_outputs(step) if hook is not None and ending else {}
         method = step.batch.works[0].op.method
-        for work in step.batch.works:
-            if work.is_rebuild:
+        for i, work in enumerate(step.batch.works):
+            if work.is_rebuild and not late[i]:
                 self._advance_chunk(work, result)
         for i, work in ending:
             self._keep_token_outputs(step, method, i, work)
@@ -363,11 +382,27 @@ class Runner:
                 values[port.name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return values
 
-    def _undo(self, module: Module, draws: list[tuple[str, Tensor, Tensor]], saved: Any, rows: Tensor) -> None:
+    @staticmethod
+    def _undo(module: Module, draws: Draws, saved: Any, rows: Tensor) -> None:
+        """A method raised: nothing it drew or wrote to slots stays."""
         for name, index, ids in reversed(draws):
             unsample(module.slots.samplers[name], index, ids)
         if saved is not None:
             module.slots.restore(rows, saved)
+
+    @torch.inference_mode()
+    def _undo_work(self, module: Module, work: Work, index: int, plan: Plan, draws: Draws, saved: Any) -> None:
+        """A launched step turned out to be late for one work: its draws, slot row and KV tokens are taken back."""
+        kv, pool = work.op.method.kv, module.pool
+        if kv is not None and kv.write and pool is not None and work.sequence is not None:
+            advance = plan.advance[index] if plan.advance is not None else None
+            pool.rollback(work.sequence, work.num_tokens, advance=advance)
+        at = slice(index, index + 1)
+        for name, rows, ids in reversed(draws):
+            unsample(module.slots.samplers[name], rows[at], ids[at])
+        if saved is not None:
+            rows = torch.tensor([work.row], device=self.device)
+            module.slots.restore(rows, {name: kept[at] for name, kept in saved.items()})
 
     def _record(self, batch: Batch, seconds: float) -> None:
         entry = self.method_s.setdefault(".".join(batch.key), [0, 0, 0.0])

@@ -164,10 +164,10 @@ class Scheduler:
                 return Batch(key, works)
         return None
 
-    def victim_of_deadlock(self) -> RequestState | None:
+    def victim_of_deadlock(self) -> RequestState:
         """When work is ready, nothing runs and nothing can be moved: whose request must fail (the youngest's)."""
-        works = [work for work in self.works() if not work.request.is_dead]
-        return max(works, key=lambda work: work.scope.tenant.order).request if works else None
+        scopes = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
+        return max(scopes, key=lambda scope: scope.tenant.order).request
 
     def _gather(self, key: MethodKey) -> list[Work]:
         queue = self._queues[key]

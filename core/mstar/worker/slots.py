@@ -86,7 +86,8 @@ class SlotPool:
 
     def free(self, row: int) -> None:
         """Give a row back."""
-        assert 0 < row < self.rows and row not in self._free, f"row {row} is not in use"
+        assert row in range(1, self.rows), f"row {row} is not in use"
+        assert row not in self._free, f"row {row} is not in use"
         for state in self.samplers.values():
             state.clear_row(row)
         self._free.append(row)

@@ -9,6 +9,7 @@ Data only; the router changes it, the scheduler and the runner read it. Owned by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ class Cursor:
         iteration: of the loop around its Each or Parallel, for use outside loops of its own.
         pending: children that have not joined yet; `results` holds their values to collect.
         chunks: what it has taken from streams while it waits for others.
+        ahead: the next work, queued or launched before the current one has finished.
         waiting: what it will start when an ordered Each goes on.
     """
 
@@ -146,6 +148,7 @@ class Cursor:
     chunks: dict[str, StreamChunk] = field(default_factory=dict)
     reason: str | None = None
     work: Work | None = None
+    ahead: Work | None = None
     is_done: bool = False
 
     @property
@@ -190,6 +193,7 @@ class RequestState:
     counts: dict[str, int] = field(default_factory=dict)
     budgets: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    stops: dict[Path, str] = field(default_factory=dict)  # asked for while the path's work was running
     runtime_s: float = 0.0  # its share of measured step time, for fairness
     is_dead: bool = False
 
@@ -211,6 +215,7 @@ class Work(Task):
         row: in the module's slot pool.
         spans: bidirectional spans of the whole task, (n, 2).
         token_outputs: port -> what earlier chunks gave.
+        undo: takes back what a launched step did for this work alone; set by the runner.
         is_rebuild: rewrites a preempted sequence from its ids; outputs and samples are dropped.
     """
 
@@ -227,5 +232,6 @@ class Work(Task):
     spans: Any = None
     shape_key: Any = None
     token_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    undo: Callable[[], None] | None = None
     is_rebuild: bool = False
     is_cancelled: bool = False

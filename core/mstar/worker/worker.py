@@ -11,14 +11,17 @@ from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import Dead, Ready, Shutdown, Stats
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
+from mstar.worker.ahead import look_ahead
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
-from mstar.worker.runner import Finished, Runner
+from mstar.worker.runner import Finished, Runner, Step
 from mstar.worker.scheduler import Batch, Scheduler
 
 log = logging.getLogger("mstar.worker")
 
 STATS_INTERVAL_S = 0.1
+IDLE_WAIT_S = 1.0  # only bounds how long a wait takes to notice that the process ends
+BLOCKED_WAIT_S = 0.05
 
 
 class Worker:
@@ -35,6 +38,7 @@ class Worker:
         self.end = end
         self.spec, self.graph, self.checkpoint, self.config = spec, graph, checkpoint, config
         self.is_stopped = False
+        self.is_blocked = False  # work is ready, but all of it waits for memory
         self.num_steps = 0
         self._stats_due_s = 0.0
         self._last_stats: Stats | None = None
@@ -51,8 +55,12 @@ class Worker:
         try:
             self.load()
             self.end.send(self.ready())
+            pending: Step | None = None
             while not self.is_stopped:
-                self.step()
+                if self.config.overlap:
+                    pending = self.overlapped_step(pending)
+                else:
+                    self.step()
         except Exception as error:
             log.exception("the worker stopped")
             self.end.send(Dead(reason=f"{type(error).__name__}: {error}"))
@@ -68,9 +76,41 @@ class Worker:
             self.route(finished)
         self.report()
 
-    def receive(self) -> None:
+    def overlapped_step(self, pending: Step | None) -> Step | None:
+        """The same turn with the last step still running: it comes in as a value, this one's goes out.
+
+        `step` is the oracle: every request gets the same results from both.
+        """
+        self.receive(is_running=pending is not None)
+        batch = self.schedule(is_running=pending is not None)
+        launched = self.launch(batch) if batch is not None else None
+        if pending is not None:
+            self.route(self.runner.finish(pending))
+        if launched is not None:
+            look_ahead(launched, self.scheduler)
+        elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
+            live = [work for work in batch.works if not work.is_cancelled and not work.request.is_dead]
+            if live:
+                self.route(self.runner.run(Batch(batch.key, live)))
+        self.report()
+        return launched
+
+    def launch(self, batch: Batch) -> Step | None:
+        """Launch a batch; None if it raised."""
+        started = time.perf_counter()
+        try:
+            return self.runner.launch(batch)
+        except Exception:
+            log.debug("a launched batch raised; its tasks will run one by one", exc_info=True)
+            return None
+        finally:
+            self.scheduler.record(batch, time.perf_counter() - started)
+
+    def receive(self, *, is_running: bool = False) -> None:
         """Take the engine's messages; wait for some only when there is nothing else to do."""
-        timeout_s = 0.0 if self.scheduler.has_work else (1.0 if self._last_stats == self.stats() else STATS_INTERVAL_S)
+        timeout_s = BLOCKED_WAIT_S if self.is_blocked and not is_running else 0.0
+        if not self.scheduler.has_work and not is_running:
+            timeout_s = IDLE_WAIT_S if self._last_stats == self.stats() else STATS_INTERVAL_S
         for message in self.end.receive(timeout_s):
             if isinstance(message, Shutdown):
                 self.is_stopped = True
@@ -78,13 +118,15 @@ class Worker:
                 self.router.handle(message)
         self.router.resume()
 
-    def schedule(self) -> Batch | None:
+    def schedule(self, *, is_running: bool = False) -> Batch | None:
         """The next batch. When work is ready but nothing can ever run, the youngest request fails, so others go on."""
         batch = self.scheduler.next_batch()
         while batch is None and self.scheduler.has_moved:
             self.router.resume()
             batch = self.scheduler.next_batch()
-        if batch is None and (request := self.scheduler.victim_of_deadlock()) is not None:
+        self.is_blocked = batch is None and self.scheduler.has_work and not is_running
+        if self.is_blocked and not self.router.awaits_engine():
+            request = self.scheduler.victim_of_deadlock()
             message = "the KV cache is exhausted and nothing more can be moved to the host; raise --swap-space"
             self.router.fail(request, RequestError(message, status=503, code="kv_cache_exhausted"))
         return batch

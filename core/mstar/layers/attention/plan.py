@@ -89,23 +89,27 @@ def build_plan(
         full: (B,) the row's new tokens are one bidirectional block.
         spans: per row, None or (n, 2): [start, end) of bidirectional spans within the row's new tokens.
     """
+    # Python's max over a list of batch size is several times faster than numpy's.
     rows = len(query_lens)
-    max_query_len = int(query_lens.max()) if rows else 0
-    decode = max_query_len == 1 and int(query_lens.min()) == 1
+    lens = query_lens.tolist()
+    max_query_len = max(lens, default=0)
+    decode = max_query_len == 1 and min(lens) == 1
     kv_lens = context_lens + query_lens
-    max_kv_len = int(kv_lens.max()) if rows else 0
-    stored = max_kv_len if write or not rows else int(context_lens.max())
+    max_kv_len = max(kv_lens.tolist(), default=0)
+    stored = max_kv_len if write else max(context_lens.tolist(), default=0)
     width = max(-(-stored // page_size), 1)
     assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
 
-    tokens = rows if decode else int(query_lens.sum())
+    tokens = rows if decode else sum(lens)
     # One buffer, hence one copy to a device; the int64 slots come first so that they are aligned.
     buffer = np.empty(2 * tokens + tokens + 2 * rows + 1 + rows * width, dtype=np.int32)
     bounds = _bounds(tokens, rows, width)
     slots = buffer[: bounds[0]].view(np.int64)
-    visible_end, starts, contexts, pages = (buffer[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    visible_end = buffer[bounds[0] : bounds[1]]
+    starts = buffer[bounds[1] : bounds[2]]
+    contexts = buffer[bounds[2] : bounds[3]]
+    pages = buffer[bounds[3] :].reshape(rows, width)
     contexts[:] = context_lens
-    pages = pages.reshape(rows, width)
     pages[:] = page_table[:, :width]
     causal = True
     if decode:
@@ -120,19 +124,19 @@ def build_plan(
         np.add(positions, 1, out=visible_end)
         causal = not _open_spans(visible_end, starts=starts, contexts=contexts, kv_lens=kv_lens, full=full, spans=spans)
     if write:
-        slots[:] = pages[row_of, positions // page_size]
-        slots *= page_size
-        slots += positions % page_size
+        page, offset = np.divmod(positions, page_size)
+        np.multiply(pages[row_of, page], page_size, out=slots)
+        slots += offset
     else:
         slots[:] = 0
 
-    tensors = _to_device(buffer, bounds, device=torch.device(device))
+    tensors = _to_device(buffer, [slots, visible_end, starts, contexts, pages], device=torch.device(device))
     return AttentionPlan(
-        slot_mapping=tensors[0].view(torch.int64),
+        slot_mapping=tensors[0],
         visible_end=tensors[1],
         query_starts=tensors[2],
         context_lens=tensors[3],
-        page_table=tensors[4].view(rows, width),
+        page_table=tensors[4],
         write=write,
         decode=decode,
         page_size=page_size,
@@ -233,11 +237,11 @@ def _open_spans(
     return opened
 
 
-def _to_device(buffer: IntArray, bounds: list[int], *, device: torch.device) -> list[Tensor]:
-    """The parts of the buffer as device tensors; on a CPU they share its memory."""
+def _to_device(buffer: IntArray, parts: list[NDArray[Any]], *, device: torch.device) -> list[Tensor]:
+    """The parts, consecutive in the buffer, as device tensors; on a CPU they share its memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(part) for part in parts]  # a fifth of the cost of slicing one tensor
     whole = torch.from_numpy(buffer)
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    elif device.type != "cpu":
-        whole = whole.to(device)
-    return list(whole.split([bounds[0]] + [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]))
+    whole = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
+    slots, *others = whole.split([part.nbytes // buffer.itemsize for part in parts])
+    return [slots.view(torch.int64)] + [o.view(p.shape) for o, p in zip(others, parts[1:], strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mstar.layers.sampling.noise import draw_key, normal, uniform
 from mstar.layers.sampling.plain import argmax, logprobs, process_logits, sample_plain
-from mstar.layers.sampling.rows import operands, sample_rows
+from mstar.layers.sampling.rows import WIDE, operands, sample_rows
 from mstar.layers.sampling.state import RowSnapshot, SamplingState
 
 __all__ = [
@@ -36,7 +36,7 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     penalised = state.uses("bias") or state.uses("repetition") or state.uses("additive")
     if not state.uses("random") and not penalised:
         ids = argmax(logits)
-    elif logits.device.type == "cpu" and (penalised or state.uses("filter")):
+    elif logits.device.type == "cpu" and logits.shape[-1] >= WIDE and (penalised or state.uses("filter")):
         ids = sample_rows(logits, rows, *operands(state))
     else:
         ids = sample_plain(logits, state, rows)

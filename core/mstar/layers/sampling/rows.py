@@ -15,6 +15,7 @@ from mstar.layers.sampling.noise import uniform64
 from mstar.layers.sampling.plain import BLOCK, argmax, inverse_cdf
 from mstar.layers.sampling.state import SamplingState
 
+WIDE = 4096  # vocabularies below sort in less time than the steps of a row take
 _MARGIN = 1e-5  # closer to a threshold than float32 rounding may move it: decide by the plain rule's own arithmetic
 
 
@@ -168,13 +169,15 @@ def _decide_exactly(scores: Tensor, *, k: int, tail: float, min_p: float) -> tup
     """The same with the arithmetic of `process_logits`, float32 over the sorted vocabulary; sorts values only."""
     values = scores.numpy()
     ascending = np.sort(values)
-    kth = ascending[-k] if 0 < k <= len(values) else -math.inf
-    ids = np.flatnonzero(values >= kth)
-    values = values[ids]
+    ids = np.arange(len(values))
+    if 0 < k <= len(values):
+        kth = ascending[-k]
+        ids = np.flatnonzero(values >= kth)
+        values = values[ids]
+        ascending[ascending < kth] = -math.inf
     if tail >= 0:
-        sorted_scores = torch.from_numpy(np.where(ascending >= kth, ascending, np.float32(-np.inf)))
-        removed = sorted_scores.softmax(-1).cumsum(-1) <= tail
-        num_kept = max(len(ascending) - int(removed.sum()), 1)
+        cumulative = torch.from_numpy(ascending).softmax(-1).cumsum(-1)
+        num_kept = max(len(ascending) - int((cumulative <= tail).sum()), 1)
         ids, values = _keep_highest(ids, values, num_kept, ascending[-num_kept])
     if min_p > 0:
         masked = torch.full_like(scores, -torch.inf)

@@ -1,0 +1,304 @@
+"""Starts what a model needs and stops it again: `serve` behind HTTP, `run` for one request offline.
+
+One process: the worker is a thread, the channel is in memory. The port is taken first, so that a busy one is known
+before anything is loaded, and listened on last, so that it answers only when the model can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+import yaml
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+import mstar
+from mstar.config import GIB, EngineConfig, ServerConfig
+from mstar.errors import ConfigError
+from mstar.ipc.channel import WorkerEnd, memory_channel
+from mstar.ipc.messages import Dead, Stats
+from mstar.plugin import checkpoint, loader
+from mstar.plugin.graph import Graph
+from mstar.plugin.processor import Processor
+from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object
+from mstar.plugin.validate import validate
+from mstar.server.app import create_app
+from mstar.server.engine import Engine
+from mstar.server.native import GenerateRequest, convert
+from mstar.server.results import Outputs
+from mstar.types import AudioChunk, Chunk, ProgressChunk, TextChunk
+from mstar.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_STATS_INTERVAL_S = 10.0
+_PROGRESS_INTERVAL_S = 2.0
+_STOP_S = 10.0
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve one model over HTTP until SIGTERM or SIGINT; a second one stops at once.
+
+    Returns an exit code: 0 after a shutdown that let all requests end, 1 after a forced one. Raises ConfigError or
+    PluginError if the model or the port cannot be served.
+    """
+    with _bound(server_config) as listener:
+        return asyncio.run(_serve(engine_config, server_config, listener))
+
+
+def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base: Path) -> int:
+    """Answer one request and write result.json, tensors.safetensors and media files into `out`.
+
+    Args:
+        request: as the body of `POST /v1/generate`; tensors and media may also name files.
+        base: folder that relative file names start from.
+
+    Returns an exit code. Raises ConfigError, PluginError or RequestError, whose messages say what to do.
+    """
+    wire = convert(request, GenerateRequest)
+    return asyncio.run(_run(engine_config, wire, out=out, base=base))
+
+
+# ---- one model --------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def started_engine(config: EngineConfig, *, base: Path | None = None) -> AsyncIterator[Engine]:
+    """An engine with its worker, loaded and ready; both are stopped at the end. Raises ConfigError or PluginError.
+
+    Args:
+        base: folder that file names in requests start from; None: requests may not name files.
+    """
+    _set_threads()
+    spec = loader.load(config.plugin).spec
+    found = checkpoint.resolve(spec, config.model, parts=config.parts)
+    graph = spec.graph(found.config)
+    validate(graph, spec)
+    engine_end, worker_end = memory_channel()
+
+    def make_processor(limits: Limits) -> Processor:
+        made: Processor = load_object(spec.processor, plugin=spec.name)(found, limits)
+        return made
+
+    engine = Engine(
+        spec=spec, graph=graph, make_processor=make_processor, config=config, end=engine_end, base=base
+    )
+    arguments = (spec, graph, found, config, worker_end)
+    # A daemon: a step that never ends must not keep a forced shutdown waiting.
+    worker = threading.Thread(target=_work, args=arguments, name="mstar-worker", daemon=True)
+    worker.start()
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+        await asyncio.to_thread(worker.join, _STOP_S)
+
+
+def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
+    try:
+        Worker(spec, graph, found, config, end).run()
+    except Exception as error:
+        logger.exception("the worker stopped")
+        end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+    end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
+
+
+def _set_threads() -> None:
+    """Leave a core to the server where there are more than two; fewer threads asked for stay fewer."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_cores > 2:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores - 1))
+
+
+# ---- serving ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _bound(config: ServerConfig) -> Iterator[socket.socket]:
+    """A socket that holds the address and does not listen yet."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
+                "stop what uses it, or choose another with --host and --port"
+            ) from error
+        yield listener
+
+
+async def _serve(config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+    logger.info("mstar %s", mstar.__version__)
+    logger.info("configuration:\n%s", _as_yaml(config, server_config).rstrip())
+    async with started_engine(config) as engine:
+        for line in _plan_lines(engine):
+            logger.info("%s", line)
+        app = create_app(engine, root=config.model, max_body_bytes=server_config.max_body_bytes)
+        for line in _route_lines(app):
+            logger.info("%s", line)
+        host = f"[{server_config.host}]" if ":" in server_config.host else server_config.host
+        logger.info("Starting mstar server on http://%s:%d", host, listener.getsockname()[1])
+        server = Server(app, engine, log_level=server_config.log_level, drain_timeout_s=server_config.drain_timeout_s)
+        reporting = asyncio.create_task(_report(engine))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            reporting.cancel()
+        return 1 if server.force_exit else 0
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with our signals: the first drains, a second forces; neither changes the exit code by itself."""
+
+    def __init__(self, app: Starlette, engine: Engine, *, log_level: str, drain_timeout_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level=log_level,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            )
+        )
+        self._engine = engine
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Refuse new requests and wait for those running; when called again, wait no longer."""
+        if self.should_exit:
+            logger.warning("stopping at once")
+            self.force_exit = True
+            return
+        logger.info("shutting down: %d requests are running or waiting", self._engine.num_active)
+        self._engine.drain()
+        self.should_exit = True
+
+
+async def _report(engine: Engine) -> None:
+    """One line every ten seconds while there is something to say."""
+    before, at = engine.state.stats, time.monotonic()
+    while True:
+        await asyncio.sleep(_STATS_INTERVAL_S)
+        now, stats = time.monotonic(), engine.state.stats
+        if stats is not None and (engine.num_active or stats is not before):
+            rate = (_num_rows(engine.graph, stats) - _num_rows(engine.graph, before)) / (now - at)
+            kv = ", ".join(f"{name} {100 * used / max(total, 1):.0f} %" for name, (used, total) in stats.pools.items())
+            logger.info(
+                "running %d, waiting %d, %.1f tokens/s, KV use: %s",
+                engine.state.num_running, engine.state.num_waiting, rate, kv or "none",
+            )  # fmt: skip
+        before, at = stats, now
+
+
+def _num_rows(graph: Graph, stats: Stats | None) -> int:
+    """Tokens made so far: rows of the methods that add one token a row to a KV sequence."""
+    if stats is None:
+        return 0
+    methods = {
+        f"{node.module}.{method.name}"
+        for node in graph.nodes
+        for method in node.methods
+        if method.kv is not None and method.kv.write and not method.has_tokens
+    }
+    return sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
+
+
+def _as_yaml(*configs: Any) -> str:
+    settings: dict[str, Any] = {}
+    for config in configs:
+        for name, value in dataclasses.asdict(config).items():
+            plain = {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
+            settings[name] = list(plain) if isinstance(plain, tuple) else plain
+    return yaml.safe_dump(settings, sort_keys=False)
+
+
+def _plan_lines(engine: Engine) -> Iterator[str]:
+    length = engine.state.max_model_len
+    for name, weights_bytes, kv_bytes, kv_tokens in engine.state.plan or ():
+        line = f"{name}: weights {weights_bytes / GIB:.2f} GiB"
+        if kv_tokens:
+            line += f", KV {kv_bytes / GIB:.2f} GiB = {kv_tokens:,} tokens"
+            line += f", max concurrency at full length ({length:,}): {kv_tokens / length:.1f}"
+        yield line
+
+
+def _route_lines(app: Starlette) -> Iterator[str]:
+    yield "Available routes:"
+    for route in app.routes:
+        assert isinstance(route, Route)
+        yield f"  {', '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}"
+
+
+# ---- offline ----------------------------------------------------------------------------------------------------
+
+
+async def _run(config: EngineConfig, wire: GenerateRequest, *, out: Path, base: Path) -> int:
+    async with started_engine(config, base=base) as engine:
+        handle = await engine.submit(wire)
+        outputs = Outputs(handle.request)
+        progress = _Progress()
+        async for chunk in handle:
+            outputs.add(chunk)
+            progress.add(chunk)
+        assert handle.result is not None
+        try:
+            await asyncio.to_thread(outputs.write, out, handle.result)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
+    result = handle.result
+    logger.info("%s after %.2f s: wrote %s", result.finish_reason, result.timings["total_s"], out)
+    return 0
+
+
+class _Progress:
+    """A log line every two seconds saying how far the request is."""
+
+    def __init__(self) -> None:
+        self._started = self._shown = time.monotonic()
+        self._num_tokens = 0
+        self._audio_s = 0.0
+        self._step = ""
+
+    def add(self, chunk: Chunk) -> None:
+        if isinstance(chunk, TextChunk):
+            self._num_tokens += len(chunk.token_ids)
+        elif isinstance(chunk, AudioChunk):
+            self._audio_s += len(chunk.samples) / chunk.sample_rate
+        elif isinstance(chunk, ProgressChunk):
+            self._step = f"step {chunk.step} of {chunk.total}"
+        now = time.monotonic()
+        if now - self._shown >= _PROGRESS_INTERVAL_S:
+            self._shown = now
+            done = [self._step, f"{self._num_tokens} tokens" if self._num_tokens else ""]
+            done.append(f"{self._audio_s:.1f} s of audio" if self._audio_s else "")
+            logger.info("%s after %.0f s", ", ".join(text for text in done if text) or "working", now - self._started)
