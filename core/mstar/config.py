@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -37,12 +38,13 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise ValueError("expected a number") from None
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError("expected a number")
+    return number
 
 
 def _boolean(value: Any) -> bool:

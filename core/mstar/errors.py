@@ -36,9 +36,7 @@ class RequestError(MstarError):
         code: short machine-readable reason, such as "context_length_exceeded".
     """
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.status = status

@@ -93,9 +93,7 @@ async def started_engine(config: EngineConfig, *, base: Path | None = None) -> A
         made: Processor = load_object(spec.processor, plugin=spec.name)(found, limits)
         return made
 
-    engine = Engine(
-        spec=spec, graph=graph, make_processor=make_processor, config=config, end=engine_end, base=base
-    )
+    engine = Engine(spec=spec, graph=graph, make_processor=make_processor, config=config, end=engine_end, base=base)
     arguments = (spec, graph, found, config, worker_end)
     # A daemon: a step that never ends must not keep a forced shutdown waiting.
     worker = threading.Thread(target=_work, args=arguments, name="mstar-worker", daemon=True)

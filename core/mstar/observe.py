@@ -40,7 +40,7 @@ class _Formatter(logging.Formatter):
         return redact(super().format(record))
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is now, so that redirection after `setup_logging` works."""
 
     def emit(self, record: logging.LogRecord) -> None:

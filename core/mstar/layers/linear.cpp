@@ -1,4 +1,4 @@
-// x (M, K) @ weight (N, K)^T + bias for few rows, float32 and bfloat16 in and out, float32 inside.
+// x (M, K) @ weight (N, K)^T + bias, float32 or bfloat16 in and out, float32 inside; made for few rows.
 //
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
 // row depend on that row alone. Weights are read where they lie, once per block of rows.
@@ -6,26 +6,18 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, TILE_ROWS = 4, TILE_COLUMNS = 4;
+constexpr int LANES = 16, TILE_COLUMNS = 4;
 #else
-constexpr int LANES = 8, TILE_ROWS = 4, TILE_COLUMNS = 2;
+constexpr int LANES = 8, TILE_COLUMNS = 2;
 #endif
+constexpr int TILE_ROWS = 4;
 constexpr int64_t BLOCK_ROWS = 32;  // rows whose float32 copies stay in the second-level cache
+constexpr int64_t BLOCK_COLUMNS = 12;
+constexpr int STEP = 2 * LANES;
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-static inline Floats load(const float* p) {
-    Floats v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-static inline Floats load(const uint16_t* p) {
-    Halves half;
-    memcpy(&half, p, sizeof half);
-    return (Floats)(__builtin_convertvector(half, Words) << 16);
-}
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -40,18 +32,49 @@ static inline void narrow(float x, uint16_t* out) {
     bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     *out = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+// One of the two vectors that STEP weights make: for bfloat16 those at even or at odd places, which takes no shuffling;
+// `unpack` lays the inputs out to match.
+template <int HALF>
+static inline Floats load(const float* p) {
+    Floats v;
+    memcpy(&v, p + HALF * LANES, sizeof v);
+    return v;
+}
+template <int HALF>
+static inline Floats load(const uint16_t* p) {
+    Words words;
+    memcpy(&words, p, sizeof words);
+    return (Floats)(HALF ? words & 0xffff0000u : words << 16);
+}
+static void unpack(const float* x, float* out, int64_t K) { memcpy(out, x, K * sizeof(float)); }
+static void unpack(const uint16_t* x, float* out, int64_t K) {
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP)
+        for (int i = 0; i < LANES; i++) {
+            out[k + i] = widen(x[k + 2 * i]);
+            out[k + LANES + i] = widen(x[k + 2 * i + 1]);
+        }
+    for (; k < K; k++) out[k] = widen(x[k]);
+}
+
+template <int HALF, typename T, int ROWS, int COLUMNS>
+static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, const T* weight, int64_t K) {
+    Floats w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) w[c] = load<HALF>(weight + c * K);
+    for (int r = 0; r < ROWS; r++) {
+        Floats value;
+        memcpy(&value, x + r * K + HALF * LANES, sizeof value);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] += value * w[c];
+    }
+}
 
 template <typename T, int ROWS, int COLUMNS>
-static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t N, int64_t K, int64_t stride) {
+static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t N, int64_t K) {
     Floats sums[ROWS][COLUMNS] = {};
     int64_t k = 0;
-    for (; k + LANES <= K; k += LANES) {
-        Floats w[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) w[c] = load(weight + c * K + k);
-        for (int r = 0; r < ROWS; r++) {
-            Floats value = load(x + r * stride + k);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] += value * w[c];
-        }
+    for (; k + STEP <= K; k += STEP) {
+        accumulate<0>(sums, x + k, weight + k, K);
+        accumulate<1>(sums, x + k, weight + k, K);
     }
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++) {
@@ -59,18 +82,18 @@ static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t
             memcpy(parts, &sums[r][c], sizeof parts);
             for (int width = LANES / 2; width; width /= 2)
                 for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-            for (int64_t i = k; i < K; i++) rest += x[r * stride + i] * widen(weight[c * K + i]);
+            for (int64_t i = k; i < K; i++) rest += x[r * K + i] * widen(weight[c * K + i]);
             narrow(parts[0] + rest + (bias ? widen(bias[c]) : 0.0f), out + r * N + c);
         }
 }
 
-template <typename T, int COLUMNS>
-static void column(const float* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t N, int64_t K,
-                   int64_t stride) {
-    int64_t r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-        tile<T, TILE_ROWS, COLUMNS>(x + r * stride, weight, bias, out + r * N, N, K, stride);
-    for (; r < rows; r++) tile<T, 1, COLUMNS>(x + r * stride, weight, bias, out + r * N, N, K, stride);
+// ROWS rows by all of a block's columns, COLUMNS at a time; few rows need many columns to keep the adders busy.
+template <typename T, int ROWS, int COLUMNS>
+static void strip(const float* x, const T* weight, const T* bias, T* out, int64_t columns, int64_t N, int64_t K) {
+    int64_t c = 0;
+    for (; c + COLUMNS <= columns; c += COLUMNS)
+        tile<T, ROWS, COLUMNS>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K);
+    for (; c < columns; c++) tile<T, ROWS, 1>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K);
 }
 
 template <typename T>
@@ -78,17 +101,16 @@ static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M
                    int threads) {
     for (int64_t begin = 0; begin < M; begin += BLOCK_ROWS) {
         int64_t rows = M - begin < BLOCK_ROWS ? M - begin : BLOCK_ROWS;
-        const T* source = x + begin * K;
-        T* target = out + begin * N;
-        for (int64_t i = 0; i < rows * K; i++) scratch[i] = widen(source[i]);
+        for (int64_t r = 0; r < rows; r++) unpack(x + (begin + r) * K, scratch + r * K, K);
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t block = 0; block < (N + TILE_COLUMNS - 1) / TILE_COLUMNS; block++) {
-            int64_t n = block * TILE_COLUMNS;
-            if (n + TILE_COLUMNS <= N)
-                column<T, TILE_COLUMNS>(scratch, weight + n * K, bias ? bias + n : nullptr, target + n, rows, N, K, K);
-            else
-                for (; n < N; n++)
-                    column<T, 1>(scratch, weight + n * K, bias ? bias + n : nullptr, target + n, rows, N, K, K);
+        for (int64_t n = 0; n < N; n += BLOCK_COLUMNS) {
+            int64_t columns = N - n < BLOCK_COLUMNS ? N - n : BLOCK_COLUMNS, r = 0;
+            const T *w = weight + n * K, *b = bias ? bias + n : nullptr;
+            T* target = out + begin * N + n;
+            for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+                strip<T, TILE_ROWS, TILE_COLUMNS>(scratch + r * K, w, b, target + r * N, columns, N, K);
+            for (; r + 2 <= rows; r += 2) strip<T, 2, 4>(scratch + r * K, w, b, target + r * N, columns, N, K);
+            for (; r < rows; r++) strip<T, 1, 6>(scratch + r * K, w, b, target + r * N, columns, N, K);
         }
     }
 }

@@ -1,52 +1,63 @@
-"""Linear layers: plain, fused (one weight for several projections) and the output head.
+"""Linear layers: plain, fused (one weight for several projections), output head; and batch invariance of a model.
 
-`set_batch_invariant` makes a built model compute every row by the same kernel whatever rows stand beside it, and
-`self_check` proves at start-up that this machine keeps the promise. Knows tensors, not requests.
+On CPUs a kernel of our own serves few rows: torch's bfloat16 product on CPUs without such instructions costs the same
+per row in any batch. Knows tensors, not requests.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mstar.errors import ConfigError
+from mstar.layers.kernels import library
 
-ROWS = 16  # batch-invariant batches hold a multiple of it
+ROWS = 16  # batches are padded to a multiple of it when they must be invariant
+_BLOCK_ROWS = 32  # as in linear.cpp
+_SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
+_ENTRIES = {torch.bfloat16: "linear_bfloat16", torch.float32: "linear_float32"}
 
 Embedding = nn.Embedding
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = 0) -> Tensor:
-    """x (..., K) @ weight (N, K)^T + bias -> (..., N).
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K) @ weight (N, K)^T + bias (N,) -> (..., N), by the faster of our kernel and torch's."""
+    if x.device.type == "cpu" and x.numel() <= _most_rows(x.dtype) * x.shape[-1] and _kernel(x.dtype) is not None:
+        return _few_rows(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
-    With `tile`, every call of the matrix kernel sees exactly `tile` rows, the last ones padded with zeros: the bits of
-    a row then do not depend on how many others there are, on any machine.
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` whose rows do not depend, to the bit, on how many others there are.
+
+    By our kernel, which sums each output in one order, or by giving every call of torch's exactly ROWS rows.
     """
-    if not tile:
-        return functional.linear(x, weight, bias)
+    if x.device.type == "cpu" and _kernel(x.dtype) is not None:
+        return _few_rows(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
-    padded = functional.pad(flat, (0, 0, 0, -flat.shape[0] % tile))
-    parts = [functional.linear(part, weight, bias) for part in padded.split(tile)]
-    if not parts:
+    if not len(flat):
         return functional.linear(x, weight, bias)
-    result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return result[: flat.shape[0]].reshape(*x.shape[:-1], -1)
+    padded = functional.pad(flat, (0, 0, 0, -len(flat) % ROWS))
+    result = torch.cat([functional.linear(part, weight, bias) for part in padded.split(ROWS)])
+    return result[: len(flat)].reshape(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that can be made batch-invariant."""
-
-    tile = 0
+    """A linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
-        return linear(x, self.weight, self.bias, tile=self.tile)
+        return linear(x, self.weight, self.bias)
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one matrix product; checkpoints load into slices of it.
+    """Several projections of one input as one product; checkpoints load into slices of its weight.
 
     Args:
         out_features: widths of the projections, in order.
@@ -56,27 +67,144 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(out_features), bias=bias)
         self.widths = tuple(out_features)
 
-    def bounds(self, index: int) -> tuple[int, int]:
-        """Rows of the weight that belong to projection `index`."""
-        start = sum(self.widths[:index])
-        return start, start + self.widths[index]
-
     def split(self, merged: Tensor) -> tuple[Tensor, ...]:
-        """Views of the projections in a result of `forward`."""
+        """Views of the projections in what `forward` returned."""
         return merged.split(self.widths, dim=-1)
 
 
-class Head(nn.Module):
-    """Logits over a vocabulary; `tie` shares the embedding's weight."""
-
-    tile = 0
+class Head(Linear):
+    """Logits over a vocabulary, without bias; `tie` shares an embedding's weight."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        super().__init__(hidden_size, vocab_size, bias=False)
 
     def tie(self, embedding: nn.Embedding) -> None:
+        """Use the embedding's (vocab, hidden) weight."""
         self.weight = embedding.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:  # (B, hidden) -> (B, vocab)
-        return linear(hidden, self.weight, tile=self.tile)
+
+# ---- our kernel -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    name = _ENTRIES.get(dtype)
+    found = library(Path(__file__).with_suffix(".cpp")) if name else None
+    if found is None or name is None:
+        return None
+    entry = found[name]
+    entry.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p, ctypes.c_int]
+    entry.restype = None
+    return entry
+
+
+@functools.cache
+def _most_rows(dtype: torch.dtype) -> int:
+    """Rows up to which our kernel is the faster, as measured (benchmarks/LOG.md)."""
+    if dtype == torch.bfloat16:
+        return 8 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1 << 40
+    return 8 if dtype == torch.float32 else 0
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _few_rows_op(x, weight, bias)
+    return _call(x, weight, bias)
+
+
+def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    entry = _kernel(x.dtype)
+    assert entry is not None
+    assert x.dtype == weight.dtype, f"input is {x.dtype}, weight {weight.dtype}"
+    width, depth = weight.shape
+    x, weight = x.contiguous(), weight.contiguous()
+    rows = x.numel() // depth
+    out = x.new_empty((*x.shape[:-1], width))
+    scratch = torch.empty(min(rows, _BLOCK_ROWS) * depth)
+    threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
+    bias_pointer = None if bias is None else bias.data_ptr()
+    entry(
+        x.data_ptr(),
+        weight.data_ptr(),
+        bias_pointer,
+        out.data_ptr(),
+        rows,
+        width,
+        depth,
+        scratch.data_ptr(),
+        threads,
+    )
+    return out
+
+
+_few_rows_op = torch.library.custom_op("mstar::linear", _call, mutates_args=(), device_types="cpu")
+
+
+@_few_rows_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# ---- batch invariance, applied from outside -------------------------------------------------------------
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def set_batch_invariant(module: nn.Module) -> None:
+    """Make a built model's linears and convolutions give each row, or item, the same bits in any batch.
+
+    Elementwise operations keep the promise only for batches padded to a multiple of ROWS rows, which is the caller's
+    part; `self_check` says whether this machine keeps its own.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            child.forward = MethodType(_invariant_forward, child)  # type: ignore[method-assign]
+        elif isinstance(child, _CONVOLUTIONS):
+            child.forward = functools.partial(per_item, child.forward)  # type: ignore[method-assign]
+
+
+def _invariant_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return invariant_linear(x, layer.weight, layer.bias)
+
+
+def per_item(convolution: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a convolution, or any function of a batch (B, ...), on one item at a time."""
+    return torch.cat([convolution(item) for item in x.split(1)])
+
+
+def self_check(dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raise ConfigError if, on this machine, the bits of a row depend on the number of rows beside it."""
+    generator = torch.Generator().manual_seed(0)
+    for depth, width in ((40, 16), (16, 40), (64, 200), (1024, 512)):
+        weight = (torch.randn(width, depth, generator=generator) / depth**0.5).to(device, dtype)
+        x = torch.randn(16 * ROWS, depth, generator=generator).to(device, dtype)
+        expected = _probe(x[:ROWS], weight)
+        for rows in (2 * ROWS, 3 * ROWS, 7 * ROWS, 16 * ROWS):
+            for name, result in _probe(x[:rows], weight).items():
+                if not torch.equal(result[:ROWS], expected[name]):
+                    raise ConfigError(
+                        f"--batch-invariant cannot be kept here: {name} of {ROWS} rows of {depth} in {dtype} changes "
+                        f"when {rows} rows are computed together (device {device}, {torch.get_num_threads()} threads); "
+                        "set OMP_NUM_THREADS to a power of two, or serve without --batch-invariant"
+                    )
+
+
+def _probe(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    product = invariant_linear(x, weight)
+    return {
+        "linear": product,
+        "silu": functional.silu(product),
+        "gelu": functional.gelu(product),
+        "exp": torch.exp(product),
+        "sin": torch.sin(product),
+        "softmax": product.softmax(-1),
+        "layer_norm": functional.layer_norm(product, product.shape[-1:]),
+        "mean": product.float().square().mean(-1, keepdim=True),
+    }

@@ -226,7 +226,12 @@ class DynamicLoop(_LoopFields):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Make sequence `new` a copy-on-write fork of `source`, cut to the length named by `at` (None: all of it)."""
+    """Make sequence `new` a copy-on-write fork of `source`.
+
+    Args:
+        at: name of a value or field: the length to cut it to, or [length, position of the next token] where
+            positions are not consecutive. None: all of it.
+    """
 
     new: str
     source: str

@@ -69,7 +69,7 @@ class Task:
     Args:
         request_id: the request.
         path: the `Each` item.
-        inputs: port -> value of this task alone.
+        inputs: port -> value of this task alone; of `tokens` ports, all the task's tokens.
         iteration: of the innermost loop.
         length: tokens in its sequence before this step (0 without KV).
         position: the sequence's next position.
@@ -123,7 +123,8 @@ class Plan:
     Args:
         positions: (T,) or (T, k), instead of consecutive positions from each sequence's next one.
         advance: per task, how far the sequence's next position moves (default: by the tokens written).
-        tensors: further tensors for the method, found in `ctx.plan` (moved to the device before the step).
+        tensors: further tensors for the method, found in `ctx.plan` on the device; those with one row per task or
+            per token are padded as the ports are.
     """
 
     positions: Tensor | None = None

@@ -75,12 +75,9 @@ class Surface:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
         self._models = openai.list_models(
-            engine.spec,
-            names=engine.model_names,
-            root=root,
-            created=int(time.time()),
+            engine.spec, names=engine.model_names, root=root, created=int(time.time()),
             max_model_len=engine.state.max_model_len,
-        )
+        )  # fmt: skip
 
     def routes(self) -> list[Route]:
         routes = [
@@ -102,7 +99,9 @@ class Surface:
         if wire.stream:
             handle, first = await _watched(request, self._begin(wire))
             events = _Events(handle)
-            return StreamedResponse(handle, first=first, encode=events.encode, end=events.end, media_type="application/x-ndjson")
+            return StreamedResponse(
+                handle, first=first, encode=events.encode, end=events.end, media_type="application/x-ndjson"
+            )
         is_binary = "application/octet-stream" in request.headers.get("accept", "")
         return await _watched(request, self._generate_whole(wire, is_binary=is_binary))
 
@@ -120,10 +119,10 @@ class Surface:
         try:
             if not speech.is_streamed:
                 return await _watched(request, self._speak_whole(wire, response_format=speech.response_format))
-            handle, first = await _watched(request, self._begin(wire))
+            handle, first = await _watched(request, self._begin(wire, kind=AudioChunk))
         except RequestError as error:
             raise openai.speech_error(error) from error
-        if not isinstance(first, AudioChunk):
+        if first is None:
             raise _no_audio()
         return StreamedResponse(
             handle,
@@ -145,11 +144,14 @@ class Surface:
         body = await asyncio.to_thread(encode, samples)
         return Response(body, headers=headers, media_type=openai.AUDIO_TYPES[response_format])
 
-    async def _begin(self, wire: GenerateRequest) -> tuple[RequestHandle, Chunk | None]:
-        """Submit and wait for the first chunk, so that what fails before it gets its own status."""
+    async def _begin(self, wire: GenerateRequest, *, kind: type[Any] = object) -> tuple[RequestHandle, Any]:
+        """Submit and wait for the first chunk of a kind, so that what fails before it gets its own status."""
         handle = await self._engine.submit(wire)
         try:
-            return handle, await anext(handle, None)
+            async for chunk in handle:
+                if isinstance(chunk, kind):
+                    return handle, chunk
+            return handle, None
         except asyncio.CancelledError:
             handle.abort()
             raise
@@ -245,10 +247,6 @@ class _Events:
         return streams.done_event(self._handle.request, self._handle.result)
 
 
-def _no_last_bytes(error: RequestError | None) -> bytes:
-    return b""
-
-
 class StreamedResponse:
     """Sends a request's chunks as they come; aborts it when the client goes, breaks the body when it fails.
 
@@ -263,7 +261,7 @@ class StreamedResponse:
         *,
         first: Chunk | None,
         encode: Callable[[Chunk], bytes],
-        end: Callable[[RequestError | None], bytes] = _no_last_bytes,
+        end: Callable[[RequestError | None], bytes] = lambda error: b"",
         media_type: str,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -364,7 +362,9 @@ def _speech_headers(handle: RequestHandle, *, sample_rate: int) -> dict[str, str
 
 
 def _no_audio() -> RequestError:
-    return RequestError("the model ended without any audio; try another seed or a longer input", status=500, code="no_audio")
+    return RequestError(
+        "the model ended without any audio; try another seed or a longer input", status=500, code="no_audio"
+    )
 
 
 def _json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -376,5 +376,5 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    fields = openai.error_body("internal error; the server's log has more", type="server_error")
-    return _json_response(fields, status=500)
+    hidden = RequestError("internal error; the server's log has more", status=500)
+    return _json_response(openai.error_fields(hidden), status=500)

@@ -131,17 +131,13 @@ class Engine:
     ) -> None:
         self.spec = spec
         self.graph = graph
-        self.model_names = tuple(dict.fromkeys((*config.model_names, spec.name)))
-        self.state = EngineState(
-            graph=graph,
-            limits=Limits(
-                max_running=config.max_num_seqs,
-                max_queue=config.max_queue,
-                page_tokens=config.block_size,
-                timeout_s=config.request_timeout_s,
-            ),
-            sessions=SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions),
-        )
+        self.model_names = config.served_model_name or tuple(dict.fromkeys((*config.model_names, spec.name)))
+        limits = Limits(
+            max_running=config.max_num_seqs, max_queue=config.max_queue, page_tokens=config.block_size,
+            timeout_s=config.request_timeout_s,
+        )  # fmt: skip
+        sessions = SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
+        self.state = EngineState(graph=graph, limits=limits, sessions=sessions)
         self._make_processor = make_processor
         self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end
@@ -166,7 +162,6 @@ class Engine:
             self._changed.clear()
             await self._changed.wait()
         if self.state.dead is not None:
-            await self.close()
             raise ConfigError(f"the model could not be started: {self.state.dead}")
         limits = SpecLimits(max_model_len=self.state.max_model_len)
         loop = asyncio.get_running_loop()

@@ -111,8 +111,8 @@ def convert(value: Any, kind: type[_Wire], *, prefix: str = "") -> _Wire:
 
 
 def _explained(error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str) -> RequestError:
-    text, _, where = str(error).removesuffix("`").partition(" - at `$")
-    path = [step for step in re.split(r"[.\[\]]+", where) if step]
+    text, _, where = str(error).partition(" - at `$")
+    path = [step for step in re.split(r"[.\[\]`]+", where) if step]
     if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
         name = prefix + ".".join([*path, found[2]])
         if found[1] == "missing required":
@@ -157,12 +157,8 @@ def field_names(kind: type[Any]) -> list[str]:
 def check_model(model: str | None, *, names: Iterable[str]) -> None:
     """Raises RequestError 404 if a request asks for a model that is not served."""
     if model is not None and model not in names:
-        raise RequestError(
-            f"model {_short(model)} does not exist; served: {', '.join(names)}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        message = f"model {_short(model)} does not exist; served: {', '.join(names)}"
+        raise RequestError(message, status=404, param="model", code="model_not_found")
 
 
 # ---- wire to request --------------------------------------------------------------------------------------------
@@ -212,9 +208,8 @@ def _task(wire: GenerateRequest, *, spec: ModelSpec) -> tuple[str, Task]:
     """The task asked for, or the first that takes these inputs and gives these outputs."""
     if wire.task is not None:
         if wire.task not in spec.tasks:
-            raise RequestError(
-                f"task {_short(wire.task)} is unknown; known: {', '.join(spec.tasks)}", param="task", code="unknown_task"
-            )
+            message = f"task {_short(wire.task)} is unknown; known: {', '.join(spec.tasks)}"
+            raise RequestError(message, param="task", code="unknown_task")
         _check_fit(wire, name=wire.task, task=spec.tasks[wire.task])
         return wire.task, spec.tasks[wire.task]
     problems = []
@@ -227,10 +222,8 @@ def _task(wire: GenerateRequest, *, spec: ModelSpec) -> tuple[str, Task]:
             return name, task
     if len(problems) == 1:
         raise problems[0]
-    raise RequestError(
-        f"no task takes these inputs and gives these outputs: {'; '.join(p.message for p in problems)}",
-        param=problems[0].param,
-    )
+    message = f"no task takes these inputs and gives these outputs: {'; '.join(p.message for p in problems)}"
+    raise RequestError(message, param=problems[0].param)
 
 
 def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
@@ -244,10 +237,8 @@ def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
             )
         if isinstance(part, TensorInput):
             if part.name not in task.tensors_in:
-                raise RequestError(
-                    f"task {name!r} takes no tensor {_short(part.name)}; known: {', '.join(task.tensors_in)}",
-                    param=f"{param}.name",
-                )
+                message = f"task {name!r} takes no tensor {_short(part.name)}; known: {', '.join(task.tensors_in)}"
+                raise RequestError(message, param=f"{param}.name")
             if part.name in seen:
                 raise RequestError(f"tensor {part.name!r} is given twice", param=f"{param}.name")
             seen.add(part.name)
@@ -268,15 +259,14 @@ def _wire_parts(wire: GenerateRequest) -> list[tuple[str, Input]]:
 
 
 def _check_stop(params: Any) -> None:
-    for text in stop_strings(params):
-        if not text:
-            raise RequestError("params.stop holds an empty string; a stop string has at least 1 character", param="params.stop")
+    if "" in stop_strings(params):
+        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
 
 
 def stop_strings(params: Any) -> tuple[str, ...]:
     """The stop strings of a params struct, if it has any."""
-    stop = getattr(params, "stop", None) or ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = getattr(params, "stop", None)
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _message(message: ChatMessage, *, param: str, base: Path | None) -> Message:
@@ -334,7 +324,8 @@ def _tensor_of_data(value: TensorValue, *, param: str) -> Tensor:
     expected = math.prod(value.shape) * dtype.itemsize
     if len(data) != expected:
         raise RequestError(
-            f"the tensor's data has {len(data)} bytes; {value.dtype} {value.shape} needs {expected}", param=f"{param}.data"
+            f"the tensor's data has {len(data)} bytes; {value.dtype} {value.shape} needs {expected}",
+            param=f"{param}.data",
         )
     if dtype is torch.bool and data.strip(b"\0\1"):
         raise RequestError("the data of a bool tensor must be bytes 0 and 1", param=f"{param}.data")
@@ -346,7 +337,7 @@ def _tensor_of_file(value: TensorValue, *, param: str, base: Path | None) -> Ten
         raise RequestError(
             "tensors in files are read by 'mstar run' only; send dtype, shape and data", param=f"{param}.file"
         )
-    if value.name is None or not (value.dtype is value.shape is value.data is None):
+    if value.name is None or any(x is not None for x in (value.dtype, value.shape, value.data)):
         raise RequestError("a tensor in a file needs 'file' and 'name', and nothing else", param=param)
     assert value.file is not None
     path = _file(value.file, base=base, param=f"{param}.file")

@@ -21,15 +21,9 @@ AUDIO_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
 """`response_format` -> Content-Type; pcm is mono signed 16-bit little-endian at the rate in X-Sample-Rate."""
 
 
-def error_body(
-    message: str, *, type: str = "invalid_request_error", param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The body of every response that reports an error."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
 def error_fields(error: RequestError) -> dict[str, Any]:
-    return error_body(error.message, type=error.type, param=error.param, code=error.code)
+    """The body of every response that reports an error."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def list_models(
@@ -38,19 +32,13 @@ def list_models(
     """Entries of `/v1/models`, with what the model takes, gives and offers as extra keys."""
     return [
         {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "mstar",
-            "root": root,
-            "parent": None,
-            "max_model_len": max_model_len,
+            "id": name, "object": "model", "created": created, "owned_by": "mstar", "root": root, "parent": None,
+            "max_model_len": max_model_len, "tasks": list(spec.tasks),
             "modalities": {"input": list(spec.modalities_in), "output": list(spec.modalities_out)},
-            "tasks": list(spec.tasks),
             "endpoints": ["/v1/generate", *spec.endpoints],
         }
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 # ---- speech -----------------------------------------------------------------------------------------------------
@@ -108,14 +96,9 @@ def read_speech(body: Any, *, spec: ModelSpec) -> tuple[SpeechRequest, GenerateR
             f"stream_format {speech.stream_format[:40]!r} is not supported; use 'audio'", param="stream_format"
         )
     return speech, GenerateRequest(
-        model=speech.model,
-        task=task,
-        inputs=[TextInput(text=speech.input)],
-        outputs=["audio"],
-        params=params,
-        seed=speech.seed,
-        stream=speech.is_streamed,
-    )
+        model=speech.model, task=task, inputs=[TextInput(text=speech.input)], outputs=["audio"], params=params,
+        seed=speech.seed, stream=speech.is_streamed,
+    )  # fmt: skip
 
 
 def speech_error(error: RequestError) -> RequestError:
@@ -138,10 +121,6 @@ class SpeechEncoder:
     def encode(self, chunk: Chunk) -> bytes:
         if not isinstance(chunk, AudioChunk):
             return b""
-        header = wav_start(chunk) if self._needs_header else b""
+        header = audio.wav_header(sample_rate=chunk.sample_rate, data_bytes=None) if self._needs_header else b""
         self._needs_header = False
         return header + audio.encode_pcm(chunk.samples)
-
-
-def wav_start(chunk: AudioChunk) -> bytes:
-    return audio.wav_header(sample_rate=chunk.sample_rate, data_bytes=None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -65,12 +64,6 @@ Action = Send | Deliver | RunStep | End
 # ---- state ------------------------------------------------------------------------------------------------------
 
 
-class Phase(Enum):
-    ENCODING = "encoding"
-    QUEUED = "queued"
-    RUNNING = "running"  # open on the worker
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
     """One request that is not over.
@@ -87,16 +80,21 @@ class Entry:
     session: str | None = None
     resumed: bool = False
     session_missing: RequestError | None = None  # what to say if the session had to be open
-    phase: Phase = Phase.ENCODING
-    opened: float | None = None
-    request: Request | None = None
-    encoded: Encoded | None = None
-    view: RequestView | None = None
+    is_queued: bool = False
+    opened: float | None = None  # on the worker
+    # set when the request has been encoded
+    request: Request = field(init=False)
+    encoded: Encoded = field(init=False)
+    view: RequestView = field(init=False)
     lanes: dict[str, str] = field(default_factory=dict)
     stored: dict[str, Any] = field(default_factory=dict)
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def phase(self) -> str:
+        return "running" if self.opened is not None else "queued" if self.is_queued else "being encoded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ class EngineState:
 
     @property
     def num_running(self) -> int:
-        return sum(entry.phase is Phase.RUNNING for entry in self._entries.values())
+        return sum(entry.opened is not None for entry in self._entries.values())
 
     @property
     def num_waiting(self) -> int:
@@ -165,12 +163,9 @@ class EngineState:
             raise RequestError(f"{reason}; try again later", status=503, code="unavailable")
         most = self._limits.max_running + self._limits.max_queue
         if len(self._entries) >= most:
-            raise RequestError(
-                f"{len(self._entries)} requests are running or waiting; the limit is {most}; "
-                f"try again in {self.retry_after_s} s, or raise --max-queue",
-                status=429,
-                code="queue_full",
-            )
+            message = f"{len(self._entries)} requests are running or waiting; the limit is {most}; "
+            message += f"try again in {self.retry_after_s} s, or raise --max-queue"
+            raise RequestError(message, status=429, code="queue_full")
         timeout_s = self._limits.timeout_s
         deadline = None if timeout_s is None else now + timeout_s
         entry = Entry(request_id=request_id, submitted=now, deadline=deadline, session=session)
@@ -192,14 +187,9 @@ class EngineState:
             self._check_memory(encoded)
         except RequestError as error:
             return self._end(entry, error, now=now)  # it was not open: no room has come free
-        entry.request, entry.encoded, entry.phase = request, encoded, Phase.QUEUED
+        entry.request, entry.encoded, entry.is_queued = request, encoded, True
         entry.view = RequestView(
-            task=request.task,
-            outputs=request.outputs,
-            params=request.params,
-            fields=encoded.fields,
-            session=request.session,
-            resumed=request.resumed,
+            request.task, request.outputs, request.params, encoded.fields, request.session, request.resumed
         )
         return self._open_waiting(now=now)
 
@@ -212,22 +202,18 @@ class EngineState:
             self.plan, self.max_model_len = message.plan, message.max_model_len
             return self._open_waiting(now=now)
         if isinstance(message, messages.Dead):
-            self.dead = message.reason
+            self.dead = self.dead or message.reason  # the first says what went wrong
             error = RequestError(f"the model's worker has stopped: {message.reason}", status=503, code="worker_dead")
             return [action for entry in list(self._entries.values()) for action in self._end(entry, error, now=now)]
         entry = self._entries.get(message.request_id)
         if entry is None:
             return []
         if isinstance(message, messages.Emit):
-            return [
-                Deliver(
-                    entry.request_id,
-                    Emission(message.name, message.path, message.value, final=message.final, reason=message.reason),
-                )
-            ]
+            emission = Emission(message.name, message.path, message.value, message.final, message.reason)
+            return [Deliver(entry.request_id, emission)]
         if isinstance(message, messages.Failed):
             error = RequestError(message.message, status=message.status, param=message.param, code=message.code)
-            return self._settle(self._end(entry, error, now=now, is_open=False), now=now)
+            return self._settle(self._end(entry, error, now=now, is_freed=True), now=now)
         entry.stored |= message.outputs
         entry.reasons |= {(message.lane, path): reason for path, reason in message.reasons.items()}
         entry.counters, entry.counts = message.counters, message.counts
@@ -239,13 +225,11 @@ class EngineState:
         if entry is None:
             return []
         entry.stored |= outputs
-        return self._settle(self._guarded(self._go_on, entry, lane, now=now), now=now)
+        return self._settle(self._guarded(self._begin, entry, {lane: entry.lanes[lane]}, now=now), now=now)
 
     def stop(self, request_id: str, *, path: Path) -> list[Action]:
         """A stop string was found in what item `path` emitted."""
-        if request_id not in self._entries:
-            return []
-        return [Send(messages.StopAt(request_id=request_id, path=path))]
+        return [Send(messages.StopAt(request_id=request_id, path=path))] if request_id in self._entries else []
 
     def fail(self, request_id: str, error: RequestError, *, now: float) -> list[Action]:
         """End a request with an error, wherever it is: a failure on this side, or a client that is gone."""
@@ -266,12 +250,9 @@ class EngineState:
         actions: list[Action] = self._drop_sessions(self._sessions.expire(now=now))
         for entry in list(self._entries.values()):
             if entry.deadline is not None and now >= entry.deadline:
-                error = RequestError(
-                    f"the request was {entry.phase.value} when its {self._limits.timeout_s:g} s were over; "
-                    "ask for less, or raise --request-timeout",
-                    status=504,
-                    code="deadline_exceeded",
-                )
+                message = f"the request was {entry.phase} when its {self._limits.timeout_s:g} s were over; "
+                message += "ask for less, or raise --request-timeout"
+                error = RequestError(message, status=504, code="deadline_exceeded")
                 actions += self._end(entry, error, now=now)
         return self._settle(actions, now=now)
 
@@ -285,11 +266,9 @@ class EngineState:
             needed[module] = needed.get(module, 0) + -(-tokens // page) * page
         for module, _, _, capacity in self.plan or ():
             if needed.get(module, 0) > capacity:
-                raise RequestError(
-                    f"the request needs up to {needed[module]} tokens of KV cache in {module!r}, which holds {capacity}; "
-                    "shorten the input or the output, or raise --kv-cache-memory-bytes",
-                    code="context_length_exceeded",
-                )
+                message = f"the request needs up to {needed[module]} tokens of KV cache in {module!r}, which holds "
+                message += f"{capacity}; shorten the input or the output, or raise --kv-cache-memory-bytes"
+                raise RequestError(message, code="context_length_exceeded")
 
     def _enter_session(self, entry: Entry, *, now: float) -> list[Action]:
         """Open the request's session, or go on with it, whichever it can be."""
@@ -329,41 +308,30 @@ class EngineState:
         actions: list[Action] = []
         if self.plan is not None and self.dead is None:
             room = self._limits.max_running - self.num_running
-            for entry in [e for e in self._entries.values() if e.phase is Phase.QUEUED]:
+            for entry in [e for e in self._entries.values() if e.is_queued and e.opened is None]:
                 if room > 0:
                     actions += self._guarded(self._open, entry, now=now)
-                    room -= entry.phase is Phase.RUNNING
+                    room -= entry.opened is not None
         return actions
 
     def _open(self, entry: Entry, *, now: float) -> list[Action]:
-        request, encoded, view = entry.request, entry.encoded, entry.view
-        assert request is not None
-        assert encoded is not None
-        assert view is not None
-        starts = self._graph.states.start(view)
+        request, encoded = entry.request, entry.encoded
+        starts = self._graph.states.start(entry.view)
         if not starts:
             raise RequestError(f"no walk of the model starts for task {request.task!r} as asked", status=500)
         entry.lanes = {start.lane: start.walk for start in starts}
         begin = self._begin(entry, entry.lanes)
-        entry.phase, entry.opened = Phase.RUNNING, now
+        entry.opened = now
         opening = messages.Open(
-            request_id=entry.request_id,
-            task=request.task,
-            seed=request.seed,
-            arrival=entry.submitted,
-            params=msgspec.to_builtins(request.params) if request.params is not None else {},
-            fields=encoded.fields,
-            samplers=encoded.samplers,
-            sampler_prompts=encoded.sampler_prompts,
-            content_keys=encoded.content_keys,
-            outputs=request.outputs,
-            session=request.session,
-        )
-        return [Send(opening), begin]
+            request_id=entry.request_id, task=request.task, seed=request.seed, arrival=entry.submitted,
+            params=msgspec.to_builtins(request.params) if request.params is not None else {}, fields=encoded.fields,
+            samplers=encoded.samplers, sampler_prompts=encoded.sampler_prompts, content_keys=encoded.content_keys,
+            outputs=request.outputs, session=request.session,
+        )  # fmt: skip
+        return [Send(opening), *begin]
 
-    def _begin(self, entry: Entry, walks: dict[str, str]) -> Send:
+    def _begin(self, entry: Entry, walks: dict[str, str], *, now: float = 0) -> list[Action]:
         """Start walks with what they need: stored outputs, which are consumed, or else encoded inputs."""
-        assert entry.encoded is not None
         names = dict.fromkeys(name for walk in walks.values() for name in self._inputs_of(walk))
         inputs: dict[str, Any] = {}
         for name in names:
@@ -372,10 +340,9 @@ class EngineState:
             elif name in entry.encoded.inputs:
                 inputs[name] = entry.encoded.inputs[name]
             else:
-                raise RequestError(
-                    f"walk {' and '.join(walks.values())!r} needs {name!r}, which nothing gave", status=500
-                )
-        return Send(messages.Begin(request_id=entry.request_id, walks=dict(walks), inputs=inputs))
+                started = " and ".join(walks.values())
+                raise RequestError(f"walk {started!r} needs {name!r}, which nothing gave", status=500)
+        return [Send(messages.Begin(request_id=entry.request_id, walks=dict(walks), inputs=inputs))]
 
     def _inputs_of(self, walk: str) -> tuple[str, ...]:
         found = self._graph.walk(walk)
@@ -383,7 +350,6 @@ class EngineState:
         return found.inputs
 
     def _follow(self, entry: Entry, lane: str, walk: str, *, now: float) -> list[Action]:
-        assert entry.view is not None
         then = self._graph.states.after(walk, entry.view)
         if then is None:
             entry.lanes.pop(lane, None)
@@ -391,29 +357,22 @@ class EngineState:
         entry.lanes[lane] = then.walk
         if then.step is not None:
             return [RunStep(entry.request_id, lane, then.step, dict(entry.stored))]
-        return [self._begin(entry, {lane: then.walk})]
+        return self._begin(entry, {lane: then.walk}, now=now)
 
-    def _go_on(self, entry: Entry, lane: str, *, now: float) -> list[Action]:
-        return [self._begin(entry, {lane: entry.lanes[lane]})]
-
-    def _guarded(
-        self, transition: Callable[..., list[Action]], entry: Entry, *arguments: str, now: float
-    ) -> list[Action]:
+    def _guarded(self, act: Callable[..., list[Action]], entry: Entry, *arguments: Any, now: float) -> list[Action]:
         """Run a transition that asks the model's States; what they raise fails this request only."""
         try:
-            return transition(entry, *arguments, now=now)
+            return act(entry, *arguments, now=now)
         except RequestError as error:
             return self._end(entry, error, now=now)
         except Exception as error:
             logger.exception("request %s: the model's state machine failed", entry.request_id)
             return self._end(entry, internal_error(error), now=now)
 
-    def _end(
-        self, entry: Entry, error: RequestError | None, *, now: float, is_open: bool | None = None
-    ) -> list[Action]:
-        is_open = entry.phase is Phase.RUNNING if is_open is None else is_open
+    def _end(self, entry: Entry, error: RequestError | None, *, now: float, is_freed: bool = False) -> list[Action]:
+        """Forget a request; `is_freed`: the worker has done so already."""
         actions: list[Action] = []
-        if is_open and self.dead is None:
+        if entry.opened is not None and not is_freed and self.dead is None:
             kind = messages.Close if error is None else messages.Abort
             actions.append(Send(kind(request_id=entry.request_id)))
         del self._entries[entry.request_id]
@@ -426,8 +385,3 @@ class EngineState:
 def internal_error(error: Exception) -> RequestError:
     """What a client sees of an error that was not meant for it."""
     return RequestError(f"internal error ({type(error).__name__}); the server's log has more", status=500)
-
-
-def sends(actions: Iterable[Action]) -> list[ToWorker]:
-    """The messages among actions, in order."""
-    return [action.message for action in actions if isinstance(action, Send)]

@@ -91,7 +91,11 @@ class Outputs:
         if "audio" in self._request.outputs:
             for index in sorted(self._audio):
                 samples, rate = self._samples(index)
-                entry = {"type": "audio", "data": encode_base64(audio.encode_wav(samples, sample_rate=rate)), "format": "wav"}
+                entry = {
+                    "type": "audio",
+                    "data": encode_base64(audio.encode_wav(samples, sample_rate=rate)),
+                    "format": "wav",
+                }
                 outputs.append(_indexed(entry | {"sample_rate": rate}, index, result))
         for image in self._images:
             entry = {"type": "image", "data": encode_base64(encode_png(image.pixels)), "format": "png"}
@@ -182,7 +186,12 @@ def is_wanted(request: Request, chunk: Chunk) -> bool:
 
 def tensor_fields(name: str, tensor: Tensor, *, data: bool = False) -> dict[str, Any]:
     """A tensor's JSON entry, with its elements in base64 or without."""
-    fields = {"type": "tensor", "name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
+    fields = {
+        "type": "tensor",
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": [*tensor.shape],
+    }
     return fields | {"data": encode_base64(tensor_bytes(tensor))} if data else fields
 
 

@@ -90,6 +90,7 @@ class Decoding:
         self._state = processor.start(request, encoded)
         self._stops = stop_strings(request.params)
         self._texts: dict[int, TextStream] = {}
+        self._sent: set[str] = set()  # names of tensors that were emitted
         self._indices: dict[Path, int] = {}  # item -> the output it gives
 
     def run(self, emissions: Iterable[Emission], *, end: Entry | None) -> Decoded:
@@ -135,6 +136,8 @@ class Decoding:
             if text.matched and not was_matched:
                 decoded.stops.append(path)
             chunk = kept
+        if isinstance(chunk, TensorChunk):
+            self._sent.add(chunk.name)
         if is_wanted(self._request, chunk):
             decoded.chunks.append(chunk)
 
@@ -145,7 +148,7 @@ class Decoding:
 
     def _take_stored(self, end: Entry, decoded: Decoded) -> None:
         """Walk outputs that no walk consumed and that the task names are tensors of the result."""
-        for name in self._tensors_out:
+        for name in (name for name in self._tensors_out if name not in self._sent):
             value = end.stored.get(name)
             if isinstance(value, list) and value and all(isinstance(item, Tensor) for item in value):
                 value = torch.stack(value)

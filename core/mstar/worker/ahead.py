@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mstar.plugin.program import LoopEnd, Op, Run, Skip
+from mstar.worker.loops import budget_left
 from mstar.worker.runner import Step
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, Row, Work
@@ -21,7 +22,10 @@ def look_ahead(step: Step, scheduler: Scheduler) -> None:
         cursor = work.cursor
         if work.is_rebuild or not work.is_last or work.request.is_dead or cursor.work is not work:
             continue
-        found = _next_run(cursor, work)
+        try:
+            found = _next_run(cursor, work)
+        except Exception:  # noqa: BLE001  # a predicate raised: it will again, when the cursor gets there
+            continue
         if found is None:
             continue
         op, iteration, absent = found
@@ -43,7 +47,7 @@ def adopts(ahead: Work, op: Run, cursor: Cursor) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     if type(one) is Row and type(other) is Row:
-        return one.batch is other.batch and one.index == other.index
+        return one.batch is other.batch and one.at == other.at
     return one is other
 
 
@@ -70,19 +74,14 @@ def _next_run(cursor: Cursor, work: Work) -> tuple[Run, int, set[str]] | None:
 
 def _goes_on(cursor: Cursor, work: Work) -> bool:
     """Whether nothing known now ends the innermost loop after this iteration."""
-    frame, request = cursor.loops[-1], cursor.lane.request
-    if frame.reason is not None or frame.iteration + 1 == frame.limit:
+    frame = cursor.loops[-1]
+    left = budget_left(cursor, frame.op)
+    if frame.reason is not None or frame.iteration + 1 == frame.limit or (left is not None and left <= 1):
         return False
-    budget = frame.op.budget
-    if budget is not None and budget in request.info.fields:
-        if request.budgets.get(budget, 0) + 1 >= request.info.fields[budget]:
-            return False
     return not any(chunk.final for chunk in work.chunks.values())
 
 
-def _inputs(
-    cursor: Cursor, op: Run, work: Work, step: Step, *, index: int, absent: set[str]
-) -> dict[str, Any] | None:
+def _inputs(cursor: Cursor, op: Run, work: Work, step: Step, *, index: int, absent: set[str]) -> dict[str, Any] | None:
     """Inputs of the next run, from the running step's rows and the cursor's values; None if one is not a row."""
     coming = {value: port for port, value in work.op.outputs}
     layouts = {port.name: port.layout for port in work.op.method.outputs}

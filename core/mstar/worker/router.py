@@ -1,7 +1,7 @@
-"""Moves requests through their programs: opens and closes them, advances cursors, feeds streams, orders output.
+"""Moves requests through their programs: advances cursors, feeds streams, brings results back.
 
 Between two runs of a method everything here is host work on small objects. It never runs a model, and knows no
-clock; what is ready goes to the scheduler's queues, what the client's side must know to `outbox`.
+clock; what is ready goes to the scheduler's queues, what the client's side must know to `Output`.
 """
 
 from __future__ import annotations
@@ -9,34 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Abort, Begin, Close, DropSession, Emit, Failed, FromWorker, Open, StopAt, WalkDone
-from mstar.layers.sampling import draw_key
-from mstar.plugin.graph import Alias, Drop, Fork, Graph
+from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
+from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split, compile_graph
 from mstar.plugin.spec import ModelSpec
-from mstar.plugin.states import RequestView
 from mstar.types import Path
 from mstar.worker.ahead import adopts
+from mstar.worker.holdings import Holdings
+from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, start_loop
 from mstar.worker.modules import Modules
+from mstar.worker.output import Output, to_host
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import (
-    Cursor,
-    EachGroup,
-    Frame,
-    Groups,
-    Lane,
-    RequestState,
-    Row,
-    Scope,
-    Tenant,
-    Work,
-    plain,
-)
+from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, plain
 from mstar.worker.streams import StreamBuffer
 
 
@@ -49,10 +37,9 @@ class Router:
         self.modules = modules
         self.scheduler = scheduler
         self.programs = compile_graph(graph)
-        self.requests: dict[str, RequestState] = {}
-        self.sessions: dict[str, dict[str, Scope]] = {}  # session -> lane -> scope
-        self.outbox: list[FromWorker] = []
-        scheduler.tenants = self.tenants
+        self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
+        self.requests = self.holdings.requests
+        self.output = Output()
         self._consumers = {stream: p for p in self.programs.values() for stream in p.receives}
         self._items = self._stream_items(graph)
 
@@ -65,10 +52,9 @@ class Router:
     def handle(self, message: Any) -> None:
         """One message from the engine. Messages about requests that have ended meanwhile are ignored."""
         if isinstance(message, Open):
-            self._open(message)
+            self.holdings.open(message)
         elif isinstance(message, DropSession):
-            for scope in self.sessions.pop(message.session, {}).values():
-                self._free_scope(scope)
+            self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
             return
         elif isinstance(message, Begin):
@@ -76,31 +62,16 @@ class Router:
         elif isinstance(message, StopAt):
             self._guard(request, self._stop_at, message)
         elif isinstance(message, Abort):
-            self.remove(request)
+            self.holdings.remove(request)
         elif isinstance(message, Close):
-            self._close(request)
+            self.holdings.close(request)
 
     def _guard(self, request: RequestState, act: Any, *args: Any) -> None:
         """Run host work of one request; what it raises fails that request alone."""
         try:
             act(request, *args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # attributed to the request
             self.fail(request, error)
-
-    def _open(self, info: Open) -> None:
-        params = msgspec.convert(info.params, self.spec.tasks[info.task].params)
-        resumed = info.session is not None and info.session in self.sessions
-        view = RequestView(info.task, info.outputs, params, info.fields, info.session, resumed)
-        request = RequestState(info, view)
-        request.runtime_s = self.scheduler.least_runtime(self.requests.values())
-        self.requests[info.request_id] = request
-        if resumed:
-            assert info.session is not None
-            for lane, scope in self.sessions.pop(info.session).items():
-                scope.request = scope.tenant.request = request
-                scope.tenant.order = (info.arrival, -1)
-                request.tenants[-1] = scope.tenant
-                request.lanes[lane] = Lane(request, lane, next(iter(self.programs.values())), {(): scope}, is_over=True)
 
     def _begin(self, request: RequestState, message: Begin) -> None:
         lanes = [self._lane(request, name, walk) for name, walk in message.walks.items()]
@@ -123,8 +94,8 @@ class Router:
 
     def _lane(self, request: RequestState, name: str, walk: str) -> Lane:
         program = self.programs[walk]
-        scopes = request.lanes[name].scopes if name in request.lanes else {}
-        lane = Lane(request, name, program, scopes, is_fed=bool(program.receives))
+        scope = request.lanes[name].scope if name in request.lanes else request.kept_scopes.get(name)
+        lane = Lane(request, name, program, scope, is_fed=bool(program.receives))
         request.lanes[name] = lane
         return lane
 
@@ -144,70 +115,33 @@ class Router:
             cursor.work = None
             frame = cursor.loops[0]
             del cursor.loops[1:]
-            self._leave_loop(cursor, frame, message.reason)
+            leave_loop(cursor, frame, message.reason)
             self.advance(cursor)
-
-    def _close(self, request: RequestState) -> None:
-        session = request.info.session
-        if session is not None:
-            kept = {name: lane.scopes.pop(()) for name, lane in request.lanes.items() if () in lane.scopes}
-            for scope in kept.values():
-                scope.tenant.order = (float("inf"), -1)
-            self.sessions[session] = kept
-        self.remove(request)
-
-    def remove(self, request: RequestState) -> None:
-        """Forget a request and free all it holds, wherever it is."""
-        request.is_dead = True
-        self.requests.pop(request.info.request_id, None)
-        self.scheduler.discard(request)
-        for lane in request.lanes.values():
-            for scope in lane.scopes.values():
-                self._free_scope(scope)
-            lane.scopes.clear()
-        request.buffers.clear()
-        request.waiters.clear()
 
     def fail(self, request: RequestState, error: Exception) -> None:
         """End one request with its own error."""
         if request.is_dead:
             return
-        self.remove(request)
+        self.holdings.remove(request)
         name = request.info.request_id
         if isinstance(error, RequestError):
-            self.outbox.append(
-                Failed(
-                    request_id=name, message=error.message, status=error.status, param=error.param, code=error.code
-                )
+            self.output.messages.append(
+                Failed(request_id=name, message=error.message, status=error.status, param=error.param, code=error.code)
             )
         else:
-            self.outbox.append(Failed(request_id=name, message=f"{type(error).__name__}: {error}"))
+            self.output.messages.append(Failed(request_id=name, message=f"{type(error).__name__}: {error}"))
 
     # ---- scopes and cursors -----------------------------------------------------------------------------
 
     def _start(self, lane: Lane, path: Path, *, groups: Groups, env: dict[str, Any]) -> None:
         """Start a lane's outermost cursor at `path`."""
-        scope = lane.scopes.get(path) or self._scope(lane, path)
+        scope = lane.scope if path == () and lane.scope is not None else self.holdings.scope(lane, path)
+        if path == ():
+            lane.scope = scope
         cursor = Cursor(lane, scope, groups, 0, dict(env))
         lane.live[path] = cursor
         self._open_streams(cursor, lane.program.feeds)
         self.advance(cursor)
-
-    def _scope(self, lane: Lane, path: Path) -> Scope:
-        request = lane.request
-        tenant = request.tenant(path)
-        scope = Scope(path, request, tenant, draw_key(request.info.seed, path, "noise"))
-        tenant.scopes.append(scope)
-        lane.scopes[path] = scope
-        return scope
-
-    def _free_scope(self, scope: Scope) -> None:
-        tenant = scope.tenant
-        self.scheduler.discard_scope(scope)
-        self.modules.free_scope(scope)
-        tenant.scopes.remove(scope)
-        if not tenant.scopes and tenant.item >= 0:
-            tenant.request.tenants.pop(tenant.item, None)
 
     def _open_streams(self, cursor: Cursor, streams: Iterable[str]) -> None:
         """A scope that feeds streams begins: its buffers, and the consumers' cursors at the same path."""
@@ -260,15 +194,15 @@ class Router:
                 self._ready(cursor, op)
                 return
             if isinstance(op, LoopEnd):
-                self._loop_end(cursor, op)
+                end_iteration(cursor, op)
             elif isinstance(op, LoopStart):
-                self._loop_start(cursor, op)
+                start_loop(cursor, op)
             elif isinstance(op, Skip):
                 self._skip(cursor, op)
             elif isinstance(op, KVStep | Spawn) and self._must_wait(cursor):
                 return
             elif isinstance(op, KVStep):
-                self._kv_step(cursor, op)
+                self.holdings.kv_step(cursor.scope, op.step, at=fork_length(cursor, op.step))
                 cursor.pc += 1
             elif isinstance(op, Join):
                 self._join(cursor)
@@ -291,17 +225,6 @@ class Router:
     def awaits_engine(self) -> bool:
         """Whether some request has nothing to run here before the engine's next message: it may free memory then."""
         return any(all(lane.is_over for lane in request.lanes.values()) for request in self.requests.values())
-
-    def tenants(self) -> Iterable[Tenant]:
-        """Every tenant, those of idle sessions too."""
-        for request in self.requests.values():
-            yield from request.tenants.values()
-        for scopes in self.sessions.values():
-            yield from {id(scope.tenant): scope.tenant for scope in scopes.values()}.values()
-
-    def scopes(self) -> Iterable[Scope]:
-        """Every scope, for `Modules.check_integrity`."""
-        return (scope for tenant in self.tenants() for scope in tenant.scopes)
 
     def _ready(self, cursor: Cursor, op: Run) -> None:
         chunks: dict[str, StreamChunk] = {}
@@ -346,56 +269,6 @@ class Router:
         cursor.chunks = {}
         return held
 
-    def _loop_start(self, cursor: Cursor, op: LoopStart) -> None:
-        limit = self._number(cursor, op.limit)
-        frame = Frame(op, limit, collected={source: [] for source, _ in op.collect})
-        budget = self._budget_left(cursor, op)
-        if limit is not None and limit <= 0 or budget is not None and budget <= 0:
-            self._leave_loop(cursor, frame, "length")
-            return
-        cursor.loops.append(frame)
-        cursor.pc += 1
-
-    def _loop_end(self, cursor: Cursor, op: LoopEnd) -> None:
-        frame = cursor.loops[-1]
-        for source, values in frame.collected.items():
-            values.append(cursor.env.get(source))
-        frame.iteration += 1
-        budgets = cursor.lane.request.budgets
-        if frame.op.budget is not None:
-            budgets[frame.op.budget] = budgets.get(frame.op.budget, 0) + 1
-        left = self._budget_left(cursor, frame.op)
-        if frame.reason is None and (frame.iteration == frame.limit or left is not None and left <= 0):
-            frame.reason = "length"
-        if frame.reason is None:
-            cursor.pc = op.body
-        else:
-            self._leave_loop(cursor, frame, frame.reason)
-
-    def _leave_loop(self, cursor: Cursor, frame: Frame, reason: str) -> None:
-        if frame in cursor.loops:
-            cursor.loops.pop()
-        if frame.op.dynamic and reason != "end":
-            cursor.reason = reason
-        for source, target in frame.op.collect:
-            cursor.env[target] = frame.collected[source]
-            cursor.written[target] = None
-        cursor.pc = frame.op.exit
-
-    def _budget_left(self, cursor: Cursor, op: LoopStart) -> int | None:
-        request = cursor.lane.request
-        if op.budget is None or op.budget not in request.info.fields:
-            return None
-        return request.info.fields[op.budget] - request.budgets.get(op.budget, 0)
-
-    def _number(self, cursor: Cursor, value: int | str | None) -> int | None:
-        if not isinstance(value, str):
-            return value
-        found = cursor.env.get(value, cursor.lane.request.info.fields.get(value))
-        if found is None:
-            raise RuntimeError(f"loop count {value!r} is neither a value nor a field of the request")
-        return int(plain(found))
-
     def _skip(self, cursor: Cursor, op: Skip) -> None:
         if op.predicate(cursor.lane.request.view, cursor.current_iteration):
             cursor.pc += 1
@@ -404,22 +277,6 @@ class Router:
             cursor.env[name] = None
             cursor.written[name] = None
         cursor.pc = op.target
-
-    def _kv_step(self, cursor: Cursor, op: KVStep) -> None:
-        scope, step = cursor.scope, op.step
-        if isinstance(step, Drop):
-            for key in [k for k in scope.sequences if k[1] == step.label]:
-                self.modules.drop(scope, key)
-            return
-        for module, label in [k for k in scope.sequences if k[1] == step.source]:
-            source = scope.sequences[(module, label)]
-            if (module, step.new) in scope.sequences:
-                self.modules.drop(scope, (module, step.new))
-            if isinstance(step, Alias):
-                scope.sequences[(module, step.new)] = source
-            else:
-                at = cursor.env.get(step.at) if isinstance(step, Fork) and step.at else None
-                scope.sequences[(module, step.new)] = self.modules.fork(module, source, at=plain(at))
 
     # ---- fan-out and join -------------------------------------------------------------------------------
 
@@ -450,21 +307,17 @@ class Router:
     def _children(self, parent: Cursor, op: Spawn, items: list[Any]) -> list[Cursor]:
         group, children = EachGroup(len(items)), []
         for index, item in enumerate(items):
-            scope = self._scope(parent.lane, (*parent.scope.path, index))
+            scope = self.holdings.scope(parent.lane, (*parent.scope.path, index))
             env = {**parent.env, **(item if isinstance(item, Mapping) else {op.over: item})}
             groups = (*parent.groups, (group, index))
-            children.append(
-                Cursor(parent.lane, scope, groups, op.body, env, parent, index, parent.current_iteration)
-            )
+            children.append(Cursor(parent.lane, scope, groups, op.body, env, parent, index, parent.current_iteration))
         return children
 
     def _start_child(self, child: Cursor, op: Split | Spawn) -> None:
         if isinstance(op, Spawn):
             assert child.parent is not None
             if op.fork is not None:
-                for (module, label), source in child.parent.scope.sequences.items():
-                    if label == op.fork:
-                        child.scope.sequences[(module, label)] = self.modules.fork(module, source)
+                self.holdings.fork(child.parent.scope, op.fork, child.scope, op.fork)
             self._open_streams(child, op.feeds)
         self.advance(child)
 
@@ -504,23 +357,15 @@ class Router:
 
     def _end_scope(self, cursor: Cursor, *, feeds: Iterable[str], emits: Iterable[str]) -> None:
         """An item, or a whole walk, has ended: its streams close, its output is final, what it held is free."""
-        request, lane, path = cursor.lane.request, cursor.lane, cursor.scope.path
+        request, path = cursor.lane.request, cursor.scope.path
         self._close_streams(cursor, feeds)
         if cursor.reason is not None:
             request.reasons[".".join(map(str, path))] = cursor.reason
         for name in sorted(emits):
-            self.emit(cursor, Emit(request_id=request.info.request_id, name=name, path=path, final=True,
-                                   reason=cursor.reason))  # fmt: skip
-        if cursor.groups:
-            group, index = cursor.groups[-1]
-            group.done.add(index)
-            while group.next in group.done:
-                group.done.discard(group.next)
-                group.next += 1
-                for message in group.held.pop(group.next, ()):
-                    self._deliver(message, cursor.groups[:-1])
-        if path and path in lane.scopes:
-            self._free_scope(lane.scopes.pop(path))
+            self.output.emit(cursor, name, final=True, reason=cursor.reason)
+        self.output.item_ended(cursor.groups)
+        if path:
+            self.holdings.free(cursor.scope)
 
     def _walk_ended(self, cursor: Cursor) -> None:
         lane, request, path = cursor.lane, cursor.lane.request, cursor.scope.path
@@ -550,7 +395,7 @@ class Router:
                 if consumer is not None:
                     consumer.feeders -= 1
                     self._maybe_over(consumer)
-        self.outbox.append(
+        self.output.messages.append(
             WalkDone(
                 request_id=request.info.request_id,
                 lane=lane.name,
@@ -567,18 +412,7 @@ class Router:
             return to_host(lane.ended[()].env.get(name))
         return [to_host(lane.ended[path].env.get(name)) for path in sorted(lane.ended)]
 
-    # ---- output -----------------------------------------------------------------------------------------
-
-    def emit(self, cursor: Cursor, message: Emit) -> None:
-        """Send to the client's side, in item order: later items wait until earlier ones have ended."""
-        self._deliver(message, cursor.groups)
-
-    def _deliver(self, message: Emit, groups: Groups) -> None:
-        for group, index in reversed(groups):
-            if group.next != index:
-                group.held.setdefault(index, []).append(message)
-                return
-        self.outbox.append(message)
+    # ---- results ----------------------------------------------------------------------------------------
 
     def complete(self, work: Work, values: Mapping[str, Any]) -> None:
         """A work has run: `values` has its output ports (None: nothing produced). Its cursor goes on."""
@@ -598,27 +432,13 @@ class Router:
                 cursor.written[value] = None
         for port, name in op.emits:
             if values.get(port) is not None:
-                self.emit(cursor, Emit(request_id=request.info.request_id, name=name, path=work.path,
-                                       value=to_host(values[port])))  # fmt: skip
-        self._end_loops(cursor, op, work)
+                self.output.emit(cursor, name, value=to_host(values[port]))
+        mark_ends(cursor, op, work)
         for port, name in op.sends:
             if values.get(port) is not None:
                 self._send(request, cursor, name, values[port])
         cursor.pc += 1
         self.advance(cursor)
-
-    def _end_loops(self, cursor: Cursor, op: Run, work: Work) -> None:
-        """Mark the loops that this work ends: by `stop`, or because a stream has given its final chunk."""
-        frame = innermost_dynamic(cursor)
-        if frame is None:
-            return
-        reason = work.stop_reason or work.request.stops.pop(work.path, None)
-        if reason is not None:
-            frame.reason = reason
-        for port, stream in op.receives:
-            chunk = work.chunks.get(port)
-            if chunk is not None and chunk.final and stream.name in frame.op.streams:
-                frame.reason = frame.reason or "end"
 
     def _send(self, request: RequestState, cursor: Cursor, name: str, value: Any) -> None:
         """Put a port's items on a stream: one row is one item; finish's own tensors and tokens are (k, ...)."""
@@ -627,7 +447,7 @@ class Router:
         if buffer is None:
             return
         if type(value) is Row:
-            buffer.put(value.batch[value.index : value.index + 1])
+            buffer.put(value.batch[value.at : value.at + 1])
         else:
             buffer.put(value)
         self._wake(request, key)
@@ -640,26 +460,3 @@ class Router:
         if isinstance(value, list | tuple):
             return [self._to_device(v) for v in value]
         return value
-
-
-def innermost_dynamic(cursor: Cursor) -> Frame | None:
-    """The dynamic loop around a cursor, seen through the branches it may be in but not out of its Each item."""
-    at: Cursor | None = cursor
-    while at is not None:
-        for frame in reversed(at.loops):
-            if frame.op.dynamic:
-                return frame
-        at = at.parent if at.parent is not None and at.parent.scope is at.scope else None
-    return None
-
-
-def to_host(value: Any) -> Any:
-    """A value that can leave the worker: no batch behind a row, no device."""
-    value = plain(value)
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=value._base is not None or value.device.type == "cpu")
-    if isinstance(value, Mapping):
-        return {k: to_host(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_host(v) for v in value]
-    return value

@@ -25,7 +25,7 @@ from mstar.plugin.graph import Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
-from mstar.worker.state import Row, Work, plain
+from mstar.worker.state import Row, Work, plain, settled
 
 Draws = list[tuple[str, Tensor, Tensor]]
 """(sampler, rows, ids) of every `ctx.sample` of a step."""
@@ -53,7 +53,6 @@ class Step:
     row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
 
 
-
 class Runner:
     """Executes batches on this worker's modules.
 
@@ -73,7 +72,7 @@ class Runner:
         """Run a batch to the end, isolating failures."""
         try:
             return self.finish(self.launch(batch))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # attributed to a request, once it is alone
             if len(batch.works) == 1:
                 return Finished(failed=[(batch.works[0], _explain(error))])
         result = Finished()
@@ -120,7 +119,7 @@ class Runner:
         if hook is None:
             return _EMPTY_PLAN
         for work in works:
-            work.inputs = {port: plain(value) for port, value in work.inputs.items()}
+            work.inputs = {port: settled(value) for port, value in work.inputs.items()}
         return hook(works) or _EMPTY_PLAN
 
     def _context(self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout) -> Context:
@@ -136,7 +135,7 @@ class Runner:
             draw_keys=torch.tensor([w.draw_key for w in works] + padding, device=device),
             sample=None,  # type: ignore[arg-type]
             slots=module.slots.tensors,
-            plan={name: tensor.to(device) for name, tensor in plan.tensors.items()},
+            plan={name: self._padded(tensor.to(device), works, layout) for name, tensor in plan.tensors.items()},
         )
         if method.kv is not None:
             self._attach_kv(context, module, method, works, layout)
@@ -146,6 +145,14 @@ class Runner:
         context.last_tokens = torch.from_numpy(last).to(device)
         context.positions = self._positions(works, plan, layout)
         return context
+
+    @staticmethod
+    def _padded(tensor: Tensor, works: list[Work], layout: _BatchLayout) -> Tensor:
+        """A planned tensor with one row per task or token, padded as the ports are."""
+        if layout.num_padding and tensor.dim() and tensor.shape[0] in (len(works), layout.starts[-1]):
+            size = layout.num_rows if tensor.shape[0] == len(works) else layout.num_tokens
+            return _repeat_last(tensor, size - tensor.shape[0])
+        return tensor
 
     def _attach_kv(
         self, context: Context, module: Module, method: Method, works: list[Work], layout: _BatchLayout
@@ -182,7 +189,7 @@ class Runner:
         if plan.positions is not None:
             positions = plan.positions.to(self.device)
             missing = layout.num_tokens - positions.shape[0]
-            return torch.cat([positions, positions[-1:].expand(missing, *positions.shape[1:])]) if missing else positions
+            return _repeat_last(positions, missing)
         starts = np.array([w.position for w in works] + [0.0] * layout.num_padding)
         if layout.num_tokens != layout.num_rows or layout.query_lens.max(initial=0) != 1:
             starts = np.concatenate(
@@ -209,9 +216,9 @@ class Runner:
     def _collate(self, port: Port, works: list[Work], layout: _BatchLayout, context: Context) -> Any:
         values = [work.inputs.get(port.name) for work in works]
         if port.layout == "item":
-            return [plain(v) for v in values]
+            return [settled(v) for v in values]
         if port.layout == "tokens":
-            return self._collate_tokens(port, works, values, layout)
+            return self._collate_tokens(port, works, values, layout, context)
         is_absent = [v is None for v in values]
         if any(is_absent):
             present = [not absent for absent in is_absent] + [False] * layout.num_padding
@@ -224,7 +231,7 @@ class Runner:
             context.present[port.name] = torch.ones(layout.num_rows, dtype=torch.bool, device=self.device)
         batch = self._stack(values)
         if layout.num_padding:
-            batch = torch.cat([batch, batch[:1].expand(layout.num_padding, *batch.shape[1:])])
+            batch = _repeat_last(batch, layout.num_padding)
         return self._cast(port, batch)
 
     def _stack(self, values: list[Any]) -> Tensor:
@@ -233,27 +240,30 @@ class Runner:
         if type(first) is Row:
             source = first.batch
             if all(type(v) is Row and v.batch is source for v in values):
-                index = [v.index for v in values]
+                index = [v.at for v in values]
                 if index == list(range(len(index))):
                     return source if len(index) == source.shape[0] else source[: len(index)]
                 return source.index_select(0, torch.tensor(index, device=source.device))
         return torch.stack([v.tensor if type(v) is Row else torch.as_tensor(v, device=self.device) for v in values])
 
-    def _collate_tokens(self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout) -> Tensor | None:
+    def _collate_tokens(
+        self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout, context: Context
+    ) -> Tensor | None:
         present = [plain(v) for v in values]
-        if all(v is None for v in present):
+        if port.optional:
+            mask = [v is not None for v in present] + [False] * layout.num_padding
+            context.present[port.name] = torch.tensor(mask, device=self.device)
+        example = next((v for v in present if v is not None), None)
+        if example is None:
             return None
-        example = next(v for v in present if v is not None)
         pieces = [
-            example.new_zeros((w.num_tokens, *example.shape[1:])) if v is None
-            else v[w.token_start : w.token_start + w.num_tokens]
-            for w, v in zip(works, present, strict=True)
-        ]  # fmt: skip
+            example.new_zeros((work.num_tokens, *example.shape[1:]))
+            if value is None
+            else value[work.token_start : work.token_start + work.num_tokens]
+            for work, value in zip(works, present, strict=True)
+        ]
         batch = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        missing = layout.num_tokens - batch.shape[0]
-        if missing:
-            batch = torch.cat([batch, batch[-1:].expand(missing, *batch.shape[1:])])
-        return self._cast(port, batch)
+        return self._cast(port, _repeat_last(batch, layout.num_tokens - batch.shape[0]))
 
     def _cast(self, port: Port, batch: Tensor) -> Tensor:
         if port.dtype == "float":
@@ -268,6 +278,9 @@ class Runner:
         if not isinstance(outputs, dict):
             raise PluginError(f"{where} must return a dict of its output ports, not {type(outputs).__name__}")
         known = {port.name: port for port in method.outputs}
+        missing = [name for name in known if name not in outputs]
+        if missing:
+            raise PluginError(f"{where} returned no {', '.join(missing)}; for a port without a value return None")
         for name, value in outputs.items():
             port = known.get(name)
             if port is None:
@@ -296,8 +309,9 @@ class Runner:
                 spans = work.request.info.content_keys.get(names.get(kv.ids or "", ""), ())
             advance = plan.advance[i] if plan.advance is not None else None
             pool.commit(work.sequence, work.num_tokens, ids=ids, spans=spans, advance=advance)
-        is_known = kv.ids is not None and not ragged
-        return self._stack([w.inputs[kv.ids] for w in works]) if is_known else None
+        if kv.ids is None or ragged:
+            return None
+        return self._stack([w.inputs[kv.ids] for w in works])
 
     def _learn(self, step: Step) -> None:
         """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
@@ -336,7 +350,7 @@ class Runner:
             if hook is not None:
                 try:
                     given = hook([work], {name: value[i : i + 1] for name, value in host.items()})
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  # attributed to the request
                     result.failed.append((work, _explain(error)))
                     continue
                 for name, own in (given or {}).items():
@@ -347,7 +361,8 @@ class Runner:
     @staticmethod
     def _host_outputs(step: Step) -> dict[str, Any]:
         rows = {port.name for port in step.batch.works[0].op.method.outputs if port.layout != "tokens"}
-        return {n: v.cpu() if isinstance(v, Tensor) else v for n, v in step.outputs.items() if n in rows and v is not None}
+        given = {name: value for name, value in step.outputs.items() if name in rows and value is not None}
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}
 
     @staticmethod
     def _advance_chunk(work: Work, result: Finished) -> None:
@@ -439,6 +454,11 @@ class _BatchLayout:
         self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
         np.cumsum(self.query_lens, out=self.query_starts[1:])
         self.num_tokens = int(self.query_starts[-1])
+
+
+def _repeat_last(batch: Tensor, times: int) -> Tensor:
+    """Padding: the last row again."""
+    return torch.cat([batch, batch[-1:].expand(times, *batch.shape[1:])]) if times else batch
 
 
 def _cut_spans(work: Work) -> Any:

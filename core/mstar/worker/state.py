@@ -9,7 +9,7 @@ Data only; the router changes it, the scheduler and the runner read it. Owned by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,16 +29,25 @@ class Row(NamedTuple):
     """One task's row of a batched output, not split off before somebody needs it alone."""
 
     batch: Tensor
-    index: int
+    at: int
 
     @property
     def tensor(self) -> Tensor:
-        return self.batch[self.index]
+        return self.batch[self.at]
 
 
 def plain(value: Any) -> Any:
     """The value itself, for what may be a `Row`."""
     return value.tensor if type(value) is Row else value
+
+
+def settled(value: Any) -> Any:
+    """The value with no `Row` anywhere in it."""
+    if isinstance(value, Mapping):
+        return {key: settled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [settled(item) for item in value]
+    return plain(value)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +170,7 @@ class Lane:
     """A chain of walks. `is_fed`: its cursors are started by the scopes of the walks that feed its streams.
 
     Args:
+        scope: the outermost scope, which its walks share one after the other.
         live: cursors at its outermost level that have not ended.
         feeders: walks that can still start cursors of this lane.
         groups: a feeding lane's EachGroup -> this lane's own.
@@ -170,7 +180,7 @@ class Lane:
     request: RequestState
     name: str
     program: Program
-    scopes: dict[Path, Scope] = field(default_factory=dict)
+    scope: Scope | None = None
     live: dict[Path, Cursor] = field(default_factory=dict)
     feeders: int = 0
     is_fed: bool = False
@@ -185,6 +195,7 @@ class RequestState:
 
     info: Open
     view: RequestView
+    kept_scopes: dict[str, Scope] = field(default_factory=dict)  # lane -> what its session left
     tenants: dict[int, Tenant] = field(default_factory=dict)
     lanes: dict[str, Lane] = field(default_factory=dict)
     buffers: dict[tuple[str, Path], StreamBuffer] = field(default_factory=dict)

@@ -91,10 +91,14 @@ class SwapSpace:
         return True
 
     def drop(self, pool: KVPool, sequences: list[Sequence]) -> None:
-        """End sequences that were swapped out together."""
-        if sequences:
-            del self._images[self._image_of(sequences)]
+        """End swapped sequences. What was swapped out together is given up with the last of it."""
         for sequence in sequences:
+            image = sequence.image
+            assert image is not None, "sequence is not swapped out"
+            index = image.sequences.index(sequence)
+            del image.sequences[index], image.indices[index]
+            if not image.sequences:
+                del self._images[image]
             sequence.image = None
             pool.free(sequence)
 
@@ -105,7 +109,7 @@ class SwapSpace:
         assert set(held) == {sequence for sequence in sequences if sequence.swapped}, "images and sequences disagree"
         for image in self._images:
             used = {i for own in image.indices for i in own}
-            assert used == set(range(image.content.shape[2])), "an image holds pages that no sequence has"
+            assert used <= set(range(image.content.shape[2])), "a sequence has pages that its image does not hold"
             assert all(sequence.image is image for sequence in image.sequences)
         assert self.used_bytes <= self.limit_bytes, "the swap space is over its limit"
 

@@ -147,9 +147,10 @@ class Worker:
 
     def report(self) -> None:
         """Send the router's messages, and statistics now and then."""
-        for message in self.router.outbox:
+        messages = self.router.output.messages
+        for message in messages:
             self.end.send(message)
-        self.router.outbox.clear()
+        messages.clear()
         now = time.monotonic()
         if now >= self._stats_due_s:
             self._stats_due_s = now + STATS_INTERVAL_S
@@ -176,7 +177,7 @@ class Worker:
             steps=self.num_steps,
             pools={name: (pool.num_used, pool.num_usable) for name, pool in pools.items()},
             slots_used=sum(m.slots.num_used for m in self.modules.by_name.values()),
-            swapped=sum(tenant.is_swapped for tenant in self.router.tenants()),
+            swapped=sum(tenant.is_swapped for tenant in self.router.holdings.tenants()),
             swaps=self.scheduler.num_swaps,
             cache_hit_tokens=sum(pool.hit_tokens for pool in pools.values()),
             method_s={name: (int(c), int(r), s) for name, (c, r, s) in self.runner.method_s.items()},
@@ -184,4 +185,4 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Assert that pools and slots hold exactly what requests and sessions hold."""
-        self.modules.check_integrity(self.router.scopes())
+        self.modules.check_integrity(self.router.holdings.scopes())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mstar.errors import ConfigError
 from mstar.layers.attention.plain import PlainBackend
-from mstar.layers.attention.plan import AttentionPlan, HostPlan, IntArray
+from mstar.layers.attention.plan import AttentionPlan, HostPlan, IntArray, Pool, Varlen
 
 logger = logging.getLogger(__name__)
 
@@ -165,16 +165,7 @@ class FlashInferBackend:
             self._fall_back(reason)
 
     def paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        window: int,
+        self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
         reason = _unsupported(head_dim=q.shape[2], dtype=q.dtype)
         if window and not plan.write:
@@ -182,58 +173,36 @@ class FlashInferBackend:
         if reason is not None:
             self._fall_back(reason)
         if reason is not None or plan.batch_invariant:
-            return self._plain.paged(q, k, v, keys, values, plan, scale=scale, window=window)
+            return self._plain.paged(q, k, v, pool, plan, scale=scale, window=window)
         if q.shape[0] == 0:
             return torch.empty_like(q)
         shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if not plan.write:
-            return self._uncached(q, k, v, (keys, values), plan, shape)
-        self._append(k, v, (keys, values), plan)
+            return self._uncached(q, k, v, pool, plan, shape)
+        self._append(k, v, pool, plan)
         if plan.decode:
-            return self._decode(q, (keys, values), plan, shape)
-        return self._cached(q, (keys, values), plan, shape)
+            return self._decode(q, pool, plan, shape)
+        return self._cached(q, pool, plan, shape)
 
-    def varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        *,
-        max_len: int,
-        causal: bool,
-        window: int,
-        scale: float,
-        batch_invariant: bool,
-    ) -> Tensor:
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
         reason = _unsupported(head_dim=q.shape[2], dtype=q.dtype)
         if reason is not None:
             self._fall_back(reason)
-        if reason is not None or batch_invariant or q.shape[0] == 0:
-            return self._plain.varlen(
-                q,
-                k,
-                v,
-                starts,
-                max_len=max_len,
-                causal=causal,
-                window=window,
-                scale=scale,
-                batch_invariant=batch_invariant,
-            )
-        shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window)
-        key = ("varlen", causal, shape)
+        if reason is not None or how.batch_invariant or q.shape[0] == 0:
+            return self._plain.varlen(q, k, v, starts, how=how)
+        shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, how.scale, how.window)
+        key = ("varlen", how.causal, shape)
         wrapper = self._wrapper(key, "BatchPrefillWithRaggedKVCacheWrapper")
         if self._planned_for.get(key) is not starts:
             edges = starts.cpu()
-            wrapper.plan(edges, edges, *shape[:3], causal=causal, **_options(shape))
+            wrapper.plan(edges, edges, *shape[:3], causal=how.causal, **_options(shape))
             self._planned_for[key] = starts
         return wrapper.run(q.contiguous(), k.contiguous(), v.contiguous())  # type: ignore[no-any-return]
 
     # ---- the three kinds of step over the pool ----------------------------------------------------------
 
-    def _decode(self, q: Tensor, pool: tuple[Tensor, Tensor], plan: AttentionPlan, shape: _Shape) -> Tensor:
+    def _decode(self, q: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
         # The kernels without tensor cores exist for a few group sizes only.
         key = ("decode", shape)
         wrapper = self._wrapper(
@@ -252,7 +221,7 @@ class FlashInferBackend:
             self._planned_for[key] = plan
         return wrapper.run(q, pool)  # type: ignore[no-any-return]
 
-    def _cached(self, q: Tensor, pool: tuple[Tensor, Tensor], plan: AttentionPlan, shape: _Shape) -> Tensor:
+    def _cached(self, q: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
         out = torch.empty_like(q)
         for role in ("causal", "open"):
             requests = self._requests(plan, role)
@@ -265,9 +234,7 @@ class FlashInferBackend:
             out.index_copy_(0, tokens, wrapper.run(q.index_select(0, tokens), pool))
         return out
 
-    def _uncached(
-        self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], plan: AttentionPlan, shape: _Shape
-    ) -> Tensor:
+    def _uncached(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for role in ("new causal", "new open"):
@@ -294,7 +261,7 @@ class FlashInferBackend:
             out.index_copy_(0, tokens, merged)
         return out
 
-    def _append(self, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
+    def _append(self, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan) -> None:
         args = plan.derived.get("flashinfer append")
         if args is None:
             host, size = plan.host, plan.page_size

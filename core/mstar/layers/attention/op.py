@@ -17,52 +17,28 @@ from torch import Tensor
 from mstar.errors import ConfigError
 from mstar.layers.attention.flashinfer import FlashInferBackend
 from mstar.layers.attention.plain import PlainBackend
-from mstar.layers.attention.plan import AttentionPlan, plan_from_tensors
+from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen, plan_from_tensors
 from mstar.layers.attention.reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
 
 
 class AttentionBackend(Protocol):
-    """Computes attention for one kind of device.
-
-    Shapes: q (T, H, D), k and v (T, Hkv, D), keys and values (num_pages, Hkv, page_size, D); `window` 0 is none.
-    """
+    """Computes attention on one kind of device. Shapes: q (T, H, D), k and v (T, Hkv, D); results (T, H, D)."""
 
     name: str
 
     def require(self, *, head_dim: int, dtype: torch.dtype) -> None:
-        """Check at start-up what a node will ask for; ConfigError when it was asked for by name and cannot."""
+        """Check at start-up what a node will ask for; ConfigError when asked for by name and unable."""
 
     def paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        window: int,
+        self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
-        """(T, H, D), contiguous; writes k and v into the pool first when `plan.write`."""
+        """Contiguous; writes k and v into the pool first when `plan.write`. `window` 0 is none."""
         ...
 
-    def varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        *,
-        max_len: int,
-        causal: bool,
-        window: int,
-        scale: float,
-        batch_invariant: bool,
-    ) -> Tensor:
-        """(T, H, D), contiguous; no cache."""
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
+        """Contiguous; no cache. `starts` is not changed in place between calls with the same tensor."""
         ...
 
 
@@ -84,21 +60,20 @@ def choose_backend(device: torch.device | str, name: str | None = None) -> Atten
         backend = ReferenceBackend()
     elif name == "cpu":
         if kind != "cpu":
-            raise ConfigError(f"attention backend 'cpu' cannot run on {kind!r}; use 'auto', 'flashinfer' or 'reference'")
+            raise ConfigError(f"attention backend 'cpu' cannot run on {kind!r}; use 'auto' or 'flashinfer'")
         backend = PlainBackend()
     elif name == "flashinfer":
         if kind != "cuda":
             raise ConfigError(f"attention backend 'flashinfer' needs a CUDA device, not {kind!r}; use 'auto' or 'cpu'")
         backend = FlashInferBackend(device=torch.device(device), strict=True)
-    elif name in (None, "auto"):
-        if kind == "cuda" and importlib.util.find_spec("flashinfer") is not None:
-            backend = FlashInferBackend(device=torch.device(device), strict=False)
-        else:
-            if kind == "cuda":
-                logger.warning("attention runs in plain torch: flashinfer is not installed; install mstar-core[cuda]")
-            backend = PlainBackend()
-    else:
+    elif name not in (None, "auto"):
         raise ConfigError(f"unknown attention backend {name!r}; use 'auto', 'cpu', 'flashinfer' or 'reference'")
+    elif kind == "cuda" and importlib.util.find_spec("flashinfer") is not None:
+        backend = FlashInferBackend(device=torch.device(device), strict=False)
+    else:
+        if kind == "cuda":
+            logger.warning("attention runs in plain torch: flashinfer is not installed; install mstar-core[cuda]")
+        backend = PlainBackend()
     _BACKENDS[backend.name] = backend
     _DEFAULTS[kind] = backend.name
     return backend
@@ -134,26 +109,12 @@ class KVBatch:
             window: a query sees only keys later than its position - window.
         """
         plan = self.plan
-        return torch.ops.mstar.attention(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            self.keys[layer],
-            self.values[layer],
-            plan.query_starts,
-            plan.context_lens,
-            plan.page_table,
-            plan.slot_mapping,
-            plan.visible_end,
-            q.shape[-1] ** -0.5 if scale is None else scale,
-            window or 0,
-            0,
-            False,
-            plan.write,
-            plan.decode,
-            plan.batch_invariant,
-            self.backend_name,
-        )
+        pool = self.keys[layer], self.values[layer]
+        rows = plan.query_starts, plan.context_lens, plan.page_table, plan.slot_mapping, plan.visible_end
+        flags = plan.write, plan.decode, plan.batch_invariant
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        name = self.backend_name
+        return torch.ops.mstar.attention(q, k, v, *pool, *rows, scale, window or 0, 0, False, *flags, name)  # type: ignore[no-any-return]
 
 
 def varlen_attention(
@@ -173,32 +134,16 @@ def varlen_attention(
 
     Args:
         q: (T, H, D); k, v: (T, Hkv, D).
-        starts: (B + 1,) int32; sequence b is tokens [starts[b], starts[b + 1]).
+        starts: (B + 1,) int32; sequence b is tokens [starts[b], starts[b + 1]). Not to be changed in place.
         max_len: length of the longest sequence.
         window: a query sees only keys later than its position - window.
         backend: the device's default when None.
     """
     name = _DEFAULTS.get(q.device.type, "auto") if backend is None else backend.name
-    return torch.ops.mstar.attention(  # type: ignore[no-any-return]
-        q,
-        k,
-        v,
-        None,
-        None,
-        starts,
-        None,
-        None,
-        None,
-        None,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        window or 0,
-        max_len,
-        causal,
-        False,
-        False,
-        batch_invariant,
-        name,
-    )
+    rows = starts, None, None, None, None
+    flags = causal, False, False, batch_invariant
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.mstar.attention(q, k, v, None, None, *rows, scale, window or 0, max_len, *flags, name)  # type: ignore[no-any-return]
 
 
 _LIBRARY = torch.library.Library("mstar", "FRAGMENT")
@@ -231,34 +176,17 @@ def _attention(
 ) -> Tensor:
     chosen = _BACKENDS.get(backend) or choose_backend(q.device, backend)
     if keys is None or values is None:
-        return chosen.varlen(
-            q,
-            k,
-            v,
-            query_starts,
-            max_len=max_len,
-            causal=causal,
-            window=window,
-            scale=scale,
-            batch_invariant=batch_invariant,
-        )
+        how = Varlen(max_len=max_len, causal=causal, window=window, scale=scale, batch_invariant=batch_invariant)
+        return chosen.varlen(q, k, v, query_starts, how=how)
     plan = _PLANS.get(query_starts.data_ptr())
     if plan is None:
         assert context_lens is not None and page_table is not None
         assert slot_mapping is not None and visible_end is not None
-        plan = plan_from_tensors(
-            query_starts=query_starts,
-            context_lens=context_lens,
-            page_table=page_table,
-            slot_mapping=slot_mapping,
-            visible_end=visible_end,
-            write=write,
-            decode=decode,
-            page_size=keys.shape[2],
-            batch_invariant=batch_invariant,
-        )
+        rows = query_starts, context_lens, page_table, slot_mapping, visible_end
+        page_size = keys.shape[2]
+        plan = plan_from_tensors(rows, write=write, decode=decode, page_size=page_size, batch_invariant=batch_invariant)
     assert keys.shape[2] == plan.page_size, f"pool has pages of {keys.shape[2]}, the plan of {plan.page_size}"
-    return chosen.paged(q, k, v, keys, values, plan, scale=scale, window=window)
+    return chosen.paged(q, k, v, (keys, values), plan, scale=scale, window=window)
 
 
 def _attention_fake(q: Tensor, *_args: object) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from mstar.layers.attention.plan import AttentionPlan, HostPlan
+from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen
 from mstar.layers.attention.tiles import attend_in_tiles
 
-_BLOCK = 128  # queries whose scores are held at once
+_BLOCK = 64  # queries whose scores are held at once
+_ENCODER_TILE = 64  # queries; sequences without a cache are never cut, so larger tiles than a decode step's pay
 _GATHER_TOGETHER = 1 << 17  # elements of K up to which a decode batch is one product: launches cost more than padding
 
 
@@ -52,96 +54,52 @@ class PlainBackend:
         """Every head dimension and floating dtype works."""
 
     def paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        window: int,
+        self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
         if plan.write:
-            write_kv(plan, k=k, v=v, keys=keys, values=values)
+            write_kv(plan, k=k, v=v, pool=pool)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        kv_heads = keys.shape[1]
-        if plan.batch_invariant:
-            for row in _rows(plan, kv_heads=kv_heads, window=0):
-                row_keys, row_values = (
-                    _row_kv(row, pool, new, write=plan.write) for pool, new in ((keys, k), (values, v))
-                )
-                attend_in_tiles(
-                    q[row.begin : row.end],
-                    row_keys,
-                    row_values,
-                    first=row.context,
-                    visible_end=plan.host.visible_end[row.begin : row.end],
-                    window=window,
-                    scale=scale,
-                    out=out[row.begin : row.end],
-                )
-        elif not plan.decode or not plan.write:
-            for row in _rows(plan, kv_heads=kv_heads, window=window):
-                self._row(row, q=q, k=k, v=v, keys=keys, values=values, plan=plan, scale=scale, window=window, out=out)
-        elif not window and _alike(plan.host, elements=keys[0].numel() // plan.page_size):
-            self._decode_together(q, keys=keys, values=values, plan=plan, scale=scale, out=out)
+        elements = k.shape[1] * k.shape[2]
+        if plan.batch_invariant or not plan.decode or not plan.write:
+            self._rows_apart(q, (k, v), pool, plan, scale=scale, window=window, out=out)
+        elif not window and plan.host.max_kv_len * q.shape[0] * elements <= _GATHER_TOGETHER:
+            self._decode_together(q, pool, plan, scale=scale, out=out)
         else:
-            self._decode_rows(q, keys=keys, values=values, plan=plan, scale=scale, window=window, out=out)
+            self._decode_rows(q, pool, plan, scale=scale, window=window, out=out)
         return out
 
-    def varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        *,
-        max_len: int,
-        causal: bool,
-        window: int,
-        scale: float,
-        batch_invariant: bool,
-    ) -> Tensor:
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
         sequences = len(starts) - 1
-        alike = q.shape[0] == max_len * sequences
-        dtype = self._compute_dtype(q.dtype)
-        if alike and sequences and not window and not batch_invariant and q.shape[1] == k.shape[1]:
-            query, key, value = (x.to(dtype).view(sequences, max_len, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            whole = functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
-            return whole.transpose(1, 2).reshape(q.shape).to(q.dtype)
+        alike = q.shape[0] == how.max_len * sequences
+        fused = not how.window and not how.batch_invariant and q.shape[1] == k.shape[1]
+        dtype = q.dtype if how.batch_invariant else self._compute_dtype(q.dtype)
+        queries, keys, values = (x.to(dtype) for x in (q, k, v))
+        if alike and fused and q.shape[0]:
+            shape = (sequences, how.max_len, *q.shape[1:])
+            whole = _fused(*(x.reshape(shape) for x in (queries, keys, values)), causal=how.causal, scale=how.scale)
+            return whole.reshape(q.shape).to(q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         # All of one length: no need to wait for `starts` to arrive from a device.
-        edges = list(range(0, q.shape[0] + 1, max_len)) if alike and max_len else starts.tolist()
+        edges = list(range(0, q.shape[0] + 1, how.max_len)) if alike and how.max_len else starts.tolist()
         for begin, end in zip(edges[:-1], edges[1:], strict=True):
             if begin == end:
                 continue
-            length = end - begin
-            visible_end = np.arange(1, length + 1) if causal else np.full(length, length)
-            seq_keys, seq_values = k[begin:end].transpose(0, 1), v[begin:end].transpose(0, 1)
-            if batch_invariant:
-                attend_in_tiles(
-                    q[begin:end],
-                    seq_keys,
-                    seq_values,
-                    first=0,
-                    visible_end=visible_end,
-                    window=window,
-                    scale=scale,
-                    out=out[begin:end],
-                )
-            else:
-                _attend(
-                    q[begin:end],
-                    seq_keys.to(dtype),
-                    seq_values.to(dtype),
-                    first=0,
-                    visible_end=visible_end,
-                    window=window,
-                    scale=scale,
-                    out=out[begin:end],
-                )
+            some, length = slice(begin, end), end - begin
+            if fused:
+                alone = (x[None, some] for x in (queries, keys, values))
+                out[some] = _fused(*alone, causal=how.causal, scale=how.scale)[0]
+                continue
+            attend = partial(attend_in_tiles, tile=_ENCODER_TILE) if how.batch_invariant else _attend
+            attend(
+                queries[some],
+                keys[some].transpose(0, 1),
+                values[some].transpose(0, 1),
+                first=0,
+                visible_end=np.arange(1, length + 1) if how.causal else np.full(length, length),
+                window=how.window,
+                scale=how.scale,
+                out=out[some],
+            )
         return out
 
     def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -149,38 +107,31 @@ class PlainBackend:
             return dtype
         return torch.float32 if dtype.itemsize < 4 else dtype
 
-    def _row(
-        self,
-        row: _Row,
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        window: int,
-        out: Tensor,
+    def _rows_apart(
+        self, q: Tensor, new: Pool, pool: Pool, plan: AttentionPlan, *, scale: float, window: int, out: Tensor
     ) -> None:
-        dtype = self._compute_dtype(q.dtype)
-        row_keys = _row_kv(row, keys, k, write=plan.write).to(dtype)
-        row_values = _row_kv(row, values, v, write=plan.write).to(dtype)
-        _attend(
-            q[row.begin : row.end],
-            row_keys,
-            row_values,
-            first=row.context - row.first_key,
-            visible_end=plan.host.visible_end[row.begin : row.end] - row.first_key,
-            window=window,
-            scale=scale,
-            out=out[row.begin : row.end],
-        )
+        dtype = q.dtype if plan.batch_invariant else self._compute_dtype(q.dtype)
+        # Tiles are laid from position 0 on, so there a window gathers nothing less.
+        for row in _rows(plan, kv_heads=pool[0].shape[1], window=0 if plan.batch_invariant else window):
+            some = slice(row.begin, row.end)
+            keys, values = (
+                _row_kv(row, cache, x, write=plan.write).to(dtype) for cache, x in zip(pool, new, strict=True)
+            )
+            attend = attend_in_tiles if plan.batch_invariant else _attend
+            attend(
+                q[some],
+                keys,
+                values,
+                first=row.context - row.first_key,
+                visible_end=plan.host.visible_end[some] - row.first_key,
+                window=window,
+                scale=scale,
+                out=out[some],
+            )
 
-    def _decode_together(
-        self, q: Tensor, *, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float, out: Tensor
-    ) -> None:
+    def _decode_together(self, q: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, out: Tensor) -> None:
         """One product for the whole batch, padded to its longest row."""
+        keys, values = pool
         rows, heads, dim = q.shape
         kv_heads = keys.shape[1]
         dtype = self._compute_dtype(q.dtype)
@@ -196,20 +147,14 @@ class PlainBackend:
         weights = scores.masked_fill_(hidden.transpose(2, 3), -torch.inf).softmax(-1)
         gathered = _by_head(values, index, kv_heads=rows * kv_heads).to(dtype)
         gathered.view(rows, kv_heads, -1, dim).masked_fill_(hidden, 0)
-        out.view(rows * kv_heads, -1, dim).copy_(torch.bmm(weights.view(rows * kv_heads, -1, hidden.shape[2]), gathered))
+        mixed = torch.bmm(weights.view(rows * kv_heads, heads // kv_heads, -1), gathered)
+        out.view(rows * kv_heads, -1, dim).copy_(mixed)
 
     def _decode_rows(
-        self,
-        q: Tensor,
-        *,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        window: int,
-        out: Tensor,
+        self, q: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int, out: Tensor
     ) -> None:
         """Row after row, so that a row's keys stay in cache between gathering and use."""
+        keys, values = pool
         rows, heads, dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -252,8 +197,8 @@ class _Buffers(threading.local):
         return block[:size].view(shape)
 
 
-def write_kv(plan: AttentionPlan, *, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put each new token's (Hkv, D) of k and v at its slot in the pool (num_pages, Hkv, page_size, D)."""
+def write_kv(plan: AttentionPlan, *, k: Tensor, v: Tensor, pool: Pool) -> None:
+    """Put each new token's K and V, (T, Hkv, D), at its slot in the pool."""
     kv_heads, dim = k.shape[1:]
     index = plan.derived.get(("slots", kv_heads))
     if index is None:
@@ -261,8 +206,8 @@ def write_kv(plan: AttentionPlan, *, k: Tensor, v: Tensor, keys: Tensor, values:
         heads = torch.arange(kv_heads, device=slots.device)
         index = (((slots // size)[:, None] * kv_heads + heads) * size + (slots % size)[:, None]).view(-1)
         plan.derived["slots", kv_heads] = index
-    keys.view(-1, dim).index_copy_(0, index, k.reshape(-1, dim).to(keys.dtype))
-    values.view(-1, dim).index_copy_(0, index, v.reshape(-1, dim).to(values.dtype))
+    for cache, new in zip(pool, (k, v), strict=True):
+        cache.view(-1, dim).index_copy_(0, index, new.reshape(-1, dim).to(cache.dtype))
 
 
 def _page_index(plan: AttentionPlan, *, kv_heads: int) -> Tensor:
@@ -292,10 +237,6 @@ def _rows(plan: AttentionPlan, *, kv_heads: int, window: int) -> list[_Row]:
     return rows  # type: ignore[no-any-return]
 
 
-def _alike(host: HostPlan, *, elements: int) -> bool:
-    return host.max_kv_len * len(host.query_lens) * elements <= _GATHER_TOGETHER
-
-
 def _by_head(pool: Tensor, index: Tensor, *, kv_heads: int) -> Tensor:
     """Pages by number, (num_pages, Hkv, page_size, D) -> (kv_heads, S, D), in one pass without a transpose."""
     _, _, size, dim = pool.shape
@@ -309,6 +250,12 @@ def _row_kv(row: _Row, pool: Tensor, new: Tensor, *, write: bool) -> Tensor:
     if write:
         return cached
     return torch.cat((cached, new[row.begin : row.end].transpose(0, 1).to(pool.dtype)), dim=1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """q, k and v (B, L, H, D) -> (B, L, H, D); without holding the scores."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(1, 2)
 
 
 def _attend(

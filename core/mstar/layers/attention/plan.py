@@ -16,9 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IntArray = NDArray[np.int32]
+Spans = Sequence[NDArray[np.integer[Any]] | None]
+Pool = tuple[Tensor, Tensor]
+"""One layer's keys and values, each (num_pages, Hkv, page_size, D), contiguous."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varlen:
+    """How ragged sequences without a cache attend; `window` 0 is none."""
+
+    max_len: int
+    causal: bool
+    window: int
+    scale: float
+    batch_invariant: bool
+
+
+@dataclass(slots=True, eq=False)
 class HostPlan:
     """Numpy twins of `AttentionPlan`'s tensors.
 
@@ -30,16 +44,16 @@ class HostPlan:
     """
 
     query_starts: IntArray
-    query_lens: IntArray
     context_lens: IntArray
     page_table: IntArray
     visible_end: IntArray
+    query_lens: IntArray
     causal: bool
     max_query_len: int
     max_kv_len: int
 
 
-@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionPlan:
     """One step's rows. Row b's KV is its cached context, then its own new tokens.
 
@@ -76,7 +90,7 @@ def build_plan(
     device: torch.device | str,
     write: bool = True,
     full: NDArray[np.bool_] | None = None,
-    spans: Sequence[NDArray[np.integer[Any]] | None] | None = None,
+    spans: Spans | None = None,
     batch_invariant: bool = False,
 ) -> AttentionPlan:
     """Plan one step over B rows. Host work only; one copy to the device.
@@ -90,25 +104,20 @@ def build_plan(
         spans: per row, None or (n, 2): [start, end) of bidirectional spans within the row's new tokens.
     """
     # Python's max over a list of batch size is several times faster than numpy's.
-    rows = len(query_lens)
     lens = query_lens.tolist()
-    max_query_len = max(lens, default=0)
-    decode = max_query_len == 1 and min(lens) == 1
-    kv_lens = context_lens + query_lens
-    max_kv_len = max(kv_lens.tolist(), default=0)
+    rows, tokens, max_query_len = len(lens), sum(lens), max(lens, default=0)
+    decode = max_query_len == 1 and tokens == rows
+    max_kv_len = max((context_lens + query_lens).tolist(), default=0)
     stored = max_kv_len if write else max(context_lens.tolist(), default=0)
     width = max(-(-stored // page_size), 1)
     assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
 
-    tokens = rows if decode else sum(lens)
     # One buffer, hence one copy to a device; the int64 slots come first so that they are aligned.
-    buffer = np.empty(2 * tokens + tokens + 2 * rows + 1 + rows * width, dtype=np.int32)
-    bounds = _bounds(tokens, rows, width)
-    slots = buffer[: bounds[0]].view(np.int64)
-    visible_end = buffer[bounds[0] : bounds[1]]
-    starts = buffer[bounds[1] : bounds[2]]
-    contexts = buffer[bounds[2] : bounds[3]]
-    pages = buffer[bounds[3] :].reshape(rows, width)
+    ends = _running(2 * tokens, tokens, rows + 1, rows, rows * width)
+    buffer = np.empty(ends[-1], dtype=np.int32)
+    slots = buffer[: ends[0]].view(np.int64)
+    visible_end, starts = buffer[ends[0] : ends[1]], buffer[ends[1] : ends[2]]
+    contexts, pages = buffer[ends[2] : ends[3]], buffer[ends[3] :].reshape(rows, width)
     contexts[:] = context_lens
     pages[:] = page_table[:, :width]
     causal = True
@@ -122,7 +131,7 @@ def build_plan(
         row_of = np.repeat(_arange(rows), query_lens)
         positions = contexts[row_of] + (_arange(tokens) - starts[row_of])
         np.add(positions, 1, out=visible_end)
-        causal = not _open_spans(visible_end, starts=starts, contexts=contexts, kv_lens=kv_lens, full=full, spans=spans)
+        causal = not _open_blocks(visible_end, starts, contexts, full=full, spans=spans)
     if write:
         page, offset = np.divmod(positions, page_size)
         np.multiply(pages[row_of, page], page_size, out=slots)
@@ -130,70 +139,36 @@ def build_plan(
     else:
         slots[:] = 0
 
-    tensors = _to_device(buffer, [slots, visible_end, starts, contexts, pages], device=torch.device(device))
-    return AttentionPlan(
-        slot_mapping=tensors[0],
-        visible_end=tensors[1],
-        query_starts=tensors[2],
-        context_lens=tensors[3],
-        page_table=tensors[4],
-        write=write,
-        decode=decode,
-        page_size=page_size,
-        batch_invariant=batch_invariant,
-        host=HostPlan(
-            query_starts=starts,
-            query_lens=query_lens,
-            context_lens=contexts,
-            page_table=pages,
-            visible_end=visible_end,
-            causal=causal,
-            max_query_len=max_query_len,
-            max_kv_len=max_kv_len,
-        ),
-    )
+    parts = _to_device(buffer, [slots, visible_end, starts, contexts, pages], device=torch.device(device))
+    host = HostPlan(starts, contexts, pages, visible_end, query_lens, causal, max_query_len, max_kv_len)
+    tensors = parts[2], parts[3], parts[4], parts[0], parts[1]
+    return AttentionPlan(*tensors, write, decode, page_size, batch_invariant, host)
 
 
 def plan_from_tensors(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    visible_end: Tensor,
     write: bool,
     decode: bool,
     page_size: int,
     batch_invariant: bool,
 ) -> AttentionPlan:
-    """The plan these tensors came from. Waits for the device; used only when the op is called without its plan."""
-    starts, contexts, pages, visible = (
-        tensor.cpu().numpy() for tensor in (query_starts, context_lens, page_table, visible_end)
-    )
+    """The plan whose five tensors these are, in order. Waits for the device: only for an op called without its plan."""
+    starts, contexts, pages, _, visible_end = (tensor.cpu().numpy() for tensor in rows)
     query_lens = np.diff(starts)
     row_of = np.repeat(np.arange(len(query_lens)), query_lens)
     own_end = contexts[row_of] + np.arange(len(row_of)) - starts[row_of] + 1
-    return AttentionPlan(
-        query_starts=query_starts,
-        context_lens=context_lens,
-        page_table=page_table,
-        slot_mapping=slot_mapping,
-        visible_end=visible_end,
-        write=write,
-        decode=decode,
-        page_size=page_size,
-        batch_invariant=batch_invariant,
-        host=HostPlan(
-            query_starts=starts,
-            query_lens=query_lens,
-            context_lens=contexts,
-            page_table=pages,
-            visible_end=visible,
-            causal=bool((visible == own_end).all()),
-            max_query_len=int(query_lens.max(initial=0)),
-            max_kv_len=int((contexts + query_lens).max(initial=0)),
-        ),
+    host = HostPlan(
+        starts,
+        contexts,
+        pages,
+        visible_end,
+        query_lens,
+        causal=bool((visible_end == own_end).all()),
+        max_query_len=int(query_lens.max(initial=0)),
+        max_kv_len=int((contexts + query_lens).max(initial=0)),
     )
+    return AttentionPlan(*rows, write, decode, page_size, batch_invariant, host)
 
 
 _RANGE = np.arange(4096, dtype=np.int32)
@@ -203,38 +178,33 @@ def _arange(length: int) -> IntArray:
     return _RANGE[:length] if length <= len(_RANGE) else np.arange(length, dtype=np.int32)
 
 
-def _bounds(tokens: int, rows: int, width: int) -> list[int]:
-    """Ends of slots, visible_end, query_starts, context_lens and page_table in the buffer, in int32 words."""
-    ends = [2 * tokens]
-    for words in (tokens, rows + 1, rows, rows * width):
-        ends.append(ends[-1] + words)
+def _running(*sizes: int) -> list[int]:
+    ends: list[int] = []
+    for size in sizes:
+        ends.append(size + (ends[-1] if ends else 0))
     return ends
 
 
-def _open_spans(
+def _open_blocks(
     visible_end: IntArray,
-    *,
     starts: IntArray,
     contexts: IntArray,
-    kv_lens: IntArray,
+    *,
     full: NDArray[np.bool_] | None,
-    spans: Sequence[NDArray[np.integer[Any]] | None] | None,
+    spans: Spans | None,
 ) -> bool:
-    """Let the tokens of a block see to its end, in place; whether there was any block."""
-    opened = False
+    """Let the tokens of each block see to its end, in place; whether there was any block."""
+    blocks: list[tuple[int, int, int]] = []
     if full is not None:
-        for row in np.flatnonzero(full):
-            visible_end[starts[row] : starts[row + 1]] = kv_lens[row]
-            opened = True
-    if spans is not None:
-        for row, row_spans in enumerate(spans):
-            if row_spans is None:
-                continue
-            for start, end in row_spans:
-                assert 0 <= start < end <= starts[row + 1] - starts[row], f"row {row}: no span [{start}, {end})"
-                visible_end[starts[row] + start : starts[row] + end] = contexts[row] + end
-                opened = True
-    return opened
+        blocks += [(row, 0, int(starts[row + 1] - starts[row])) for row in np.flatnonzero(full).tolist()]
+    for row, row_spans in enumerate(spans or ()):
+        if row_spans is not None:
+            blocks += [(row, start, end) for start, end in row_spans.tolist()]
+    for row, start, end in blocks:
+        first = starts[row]
+        assert 0 <= start <= end <= starts[row + 1] - first, f"row {row} has no span [{start}, {end})"
+        visible_end[first + start : first + end] = contexts[row] + end
+    return bool(blocks)
 
 
 def _to_device(buffer: IntArray, parts: list[NDArray[Any]], *, device: torch.device) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mstar.layers.attention.plan import AttentionPlan
+from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen
 
 
 class ReferenceBackend:
@@ -17,17 +17,9 @@ class ReferenceBackend:
         """Every head dimension and floating dtype works."""
 
     def paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        window: int,
+        self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
+        keys, values = pool
         size = plan.page_size
         if plan.write:
             for token, slot in enumerate(plan.slot_mapping.tolist()):
@@ -51,26 +43,14 @@ class ReferenceBackend:
                 out[token] = _one_query(q[token], all_keys[seen], all_values[seen], scale=scale)
         return out
 
-    def varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        *,
-        max_len: int,
-        causal: bool,
-        window: int,
-        scale: float,
-        batch_invariant: bool,
-    ) -> Tensor:
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         edges = starts.tolist()
         for begin, end in zip(edges[:-1], edges[1:], strict=True):
             for token in range(begin, end):
-                first = max(token - window + 1, begin) if window else begin
-                seen = slice(first, token + 1 if causal else end)
-                out[token] = _one_query(q[token], k[seen], v[seen], scale=scale)
+                first = max(token - how.window + 1, begin) if how.window else begin
+                seen = slice(first, token + 1 if how.causal else end)
+                out[token] = _one_query(q[token], k[seen], v[seen], scale=how.scale)
         return out
 
 

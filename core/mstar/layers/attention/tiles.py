@@ -1,6 +1,6 @@
 """Attention whose bits do not depend on the batch: the arithmetic of a query is fixed by its own position.
 
-Every row is cut at absolute positions into tiles of 16 queries by 128 keys, padded, and computed in float32 with
+Every row is cut at absolute positions into tiles of queries by 128 keys, padded, and computed in float32 with
 online softmax in order of the keys. A query thus always sits at the same row of the same shapes, whatever its batch
 mates, the chunking of its prefill, its row or its pages; what it does not see adds exact zeros. Runs on any device.
 """
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-_QUERIES = 16
 _KEYS = 128
 _FLOOR = torch.finfo(torch.float32).min  # finite, so that a row which has seen nothing yet gives no nan
 
@@ -28,6 +27,7 @@ def attend_in_tiles(
     window: int,
     scale: float,
     out: Tensor,
+    tile: int = 16,
 ) -> None:
     """Attention of one row's queries, written to `out`.
 
@@ -38,30 +38,28 @@ def attend_in_tiles(
         visible_end: (n,) exclusive end of what each query sees.
         window: keys at or before position - window are hidden; 0: none.
         out: (n, H, D).
+        tile: queries computed together; part of what fixes the bits.
     """
     num, heads, dim = q.shape
     kv_heads, length, _ = keys.shape
     group = heads // kv_heads
     keys, values = _in_tiles(keys, length), _in_tiles(values, length)
-    first_tile, last_tile = first // _QUERIES, (first + num - 1) // _QUERIES
-    padded = (last_tile - first_tile + 1) * _QUERIES
-    skip = first - first_tile * _QUERIES
+    offset = first % tile
+    padded = -(-(offset + num) // tile) * tile
     folded = q.new_zeros((padded, heads, dim), dtype=torch.float32)
-    folded[skip : skip + num] = q
+    folded[offset : offset + num] = q
     folded *= scale
-    # (tiles, Hkv, 16 * group, D): the group is folded into the queries
-    folded = folded.view(-1, _QUERIES, kv_heads, group, dim).transpose(1, 2).reshape(-1, kv_heads, _QUERIES * group, dim)
+    # (tiles, Hkv, tile * group, D): the group is folded into the queries
+    folded = folded.view(-1, tile, kv_heads, group, dim).transpose(1, 2).reshape(-1, kv_heads, tile * group, dim)
     ends = np.zeros(padded, dtype=np.int64)
-    ends[skip : skip + num] = visible_end
-    begins = np.maximum(np.arange(first_tile * _QUERIES, (last_tile + 1) * _QUERIES) - window + 1, 0) if window else None
+    ends[offset : offset + num] = visible_end
+    begins = np.maximum(np.arange(first - offset, first - offset + padded) - window + 1, 0) if window else ends * 0
     results = []
-    for tile in range(len(folded)):
-        rows = slice(tile * _QUERIES, (tile + 1) * _QUERIES)
-        results.append(
-            _query_tile(folded[tile], keys, values, ends=ends[rows], begins=None if begins is None else begins[rows])
-        )
-    whole = torch.stack(results).view(-1, kv_heads, _QUERIES, group, dim).transpose(1, 2).reshape(padded, heads, dim)
-    out.copy_(whole[skip : skip + num])
+    for number in range(len(folded)):
+        rows = slice(number * tile, (number + 1) * tile)
+        results.append(_query_tile(folded[number], keys, values, ends=ends[rows], begins=begins[rows]))
+    whole = torch.stack(results).view(-1, kv_heads, tile, group, dim).transpose(1, 2).reshape(padded, heads, dim)
+    out.copy_(whole[offset : offset + num])
 
 
 def _in_tiles(tensor: Tensor, length: int) -> Tensor:
@@ -71,29 +69,24 @@ def _in_tiles(tensor: Tensor, length: int) -> Tensor:
 
 
 def _query_tile(
-    q: Tensor, keys: Tensor, values: Tensor, *, ends: NDArray[np.int64], begins: NDArray[np.int64] | None
+    q: Tensor, keys: Tensor, values: Tensor, *, ends: NDArray[np.int64], begins: NDArray[np.int64]
 ) -> Tensor:
-    """q (Hkv, 16 * group, D), keys and values in tiles -> (Hkv, 16 * group, D)."""
+    """q (Hkv, tile * group, D), keys and values in tiles -> (Hkv, tile * group, D); query i sees [begins, ends)."""
     kv_heads, rows, dim = q.shape
-    group = rows // _QUERIES
-    real = ends > 0
-    low = 0 if begins is None else int(begins[real].min())
     best = q.new_full((kv_heads, rows, 1), _FLOOR)
     total = q.new_zeros((kv_heads, rows, 1))
     result = q.new_zeros((kv_heads, rows, dim))
-    for tile in range(low // _KEYS, -(-int(ends.max()) // _KEYS)):
-        scores = torch.bmm(q, keys[tile].transpose(1, 2))
-        column = np.arange(tile * _KEYS, (tile + 1) * _KEYS)
-        hidden = column[None] >= ends[:, None]
-        if begins is not None:
-            hidden |= column[None] < begins[:, None]
-        if hidden.any():
-            mask = torch.from_numpy(hidden).to(q.device)[None, :, None]
-            scores.view(kv_heads, _QUERIES, group, _KEYS).masked_fill_(mask, -torch.inf)
+    low = int(begins[ends > 0].min())
+    for number in range(low // _KEYS, -(-int(ends.max()) // _KEYS)):
+        scores = torch.bmm(q, keys[number].transpose(1, 2))
+        columns = np.arange(number * _KEYS, (number + 1) * _KEYS)
+        hidden = (columns >= ends[:, None]) | (columns < begins[:, None])
+        mask = torch.from_numpy(hidden).to(q.device)[None, :, None]
+        scores.view(kv_heads, len(ends), -1, _KEYS).masked_fill_(mask, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_best).exp_()
         decay = best.sub_(new_best).exp_()
         total = total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-        result = result.mul_(decay).add_(torch.bmm(weights, values[tile]))
+        result = result.mul_(decay).add_(torch.bmm(weights, values[number]))
         best = new_best
     return result.div_(total)

@@ -47,7 +47,7 @@ def _problems(graph: Graph, spec: ModelSpec | None) -> Iterator[str]:
     yield from emitted_ports(graph)
     yield from kv_labels(graph)
     yield from states_reach_walks(graph)
-    tasks: tuple[str | None, ...] = tuple(spec.tasks) if spec else (None, *named_tasks(graph.states))
+    tasks: tuple[str | None, ...] = tuple(spec.tasks) if spec else named_tasks(graph.states) or (None,)
     for stream in graph.streams:
         yield from stream_policy(stream)
         yield from stream_ends_meet(graph, stream, tasks=tasks)

@@ -1,0 +1,100 @@
+"""Loops of a cursor: how they start, turn, and end: by a count, a budget, a node's stop, or the end of a stream.
+
+Functions on cursors; they know no scheduler and no device. Used by the router.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mstar.plugin.graph import Alias, Drop, Fork
+from mstar.plugin.program import LoopEnd, LoopStart, Run
+from mstar.worker.state import Cursor, Frame, Work, plain
+
+
+def start_loop(cursor: Cursor, op: LoopStart) -> None:
+    limit = _number(cursor, op.limit)
+    frame = Frame(op, limit, collected={source: [] for source, _ in op.collect})
+    budget = budget_left(cursor, op)
+    if limit is not None and limit <= 0 or budget is not None and budget <= 0:
+        leave_loop(cursor, frame, "length")
+        return
+    cursor.loops.append(frame)
+    cursor.pc += 1
+
+
+def end_iteration(cursor: Cursor, op: LoopEnd) -> None:
+    frame = cursor.loops[-1]
+    for source, values in frame.collected.items():
+        values.append(cursor.env.get(source))
+    frame.iteration += 1
+    budgets = cursor.lane.request.budgets
+    if frame.op.budget is not None:
+        budgets[frame.op.budget] = budgets.get(frame.op.budget, 0) + 1
+    left = budget_left(cursor, frame.op)
+    if frame.reason is None and (frame.iteration == frame.limit or left is not None and left <= 0):
+        frame.reason = "length"
+    if frame.reason is None:
+        cursor.pc = op.body
+    else:
+        leave_loop(cursor, frame, frame.reason)
+
+
+def leave_loop(cursor: Cursor, frame: Frame, reason: str) -> None:
+    if frame in cursor.loops:
+        cursor.loops.pop()
+    if frame.op.dynamic and reason != "end":
+        cursor.reason = reason
+    for source, target in frame.op.collect:
+        cursor.env[target] = frame.collected[source]
+        cursor.written[target] = None
+    cursor.pc = frame.op.exit
+
+
+def budget_left(cursor: Cursor, op: LoopStart) -> int | None:
+    request = cursor.lane.request
+    if op.budget is None or op.budget not in request.info.fields:
+        return None
+    return request.info.fields[op.budget] - request.budgets.get(op.budget, 0)
+
+
+def _number(cursor: Cursor, value: int | str | None) -> int | None:
+    return int(named(cursor, value)) if isinstance(value, str) else value
+
+
+def named(cursor: Cursor, name: str) -> Any:
+    """What a name in the graph stands for: a value of the walk, or a field of the request."""
+    found = cursor.env.get(name, cursor.lane.request.info.fields.get(name))
+    if found is None:
+        raise RuntimeError(f"{name!r} is neither a value nor a field of the request")
+    return plain(found)
+
+
+def fork_length(cursor: Cursor, step: Fork | Alias | Drop) -> Any:
+    """Where a Fork cuts its source: a length, or [length, position]; None: nowhere."""
+    return named(cursor, step.at) if isinstance(step, Fork) and step.at is not None else None
+
+
+def mark_ends(cursor: Cursor, op: Run, work: Work) -> None:
+    """Mark the loops that this work ends: by `stop`, or because a stream has given its final chunk."""
+    frame = innermost_dynamic(cursor)
+    if frame is None:
+        return
+    reason = work.stop_reason or work.request.stops.pop(work.path, None)
+    if reason is not None:
+        frame.reason = reason
+    for port, stream in op.receives:
+        chunk = work.chunks.get(port)
+        if chunk is not None and chunk.final and stream.name in frame.op.streams:
+            frame.reason = frame.reason or "end"
+
+
+def innermost_dynamic(cursor: Cursor) -> Frame | None:
+    """The dynamic loop around a cursor, seen through the branches it may be in but not out of its Each item."""
+    at: Cursor | None = cursor
+    while at is not None:
+        for frame in reversed(at.loops):
+            if frame.op.dynamic:
+                return frame
+        at = at.parent if at.parent is not None and at.parent.scope is at.scope else None
+    return None

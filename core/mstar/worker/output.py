@@ -1,0 +1,58 @@
+"""What leaves a worker: the engine's messages, with each request's output in item order.
+
+Owned by the worker's thread; knows cursors' Each groups, not programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mstar.ipc.messages import Emit, FromWorker
+from mstar.worker.state import Cursor, Groups, plain
+
+
+class Output:
+    """Collects `messages`; output of later items waits until the earlier ones have ended."""
+
+    def __init__(self) -> None:
+        self.messages: list[FromWorker] = []
+
+    def emit(
+        self, cursor: Cursor, name: str, *, value: Any = None, final: bool = False, reason: str | None = None
+    ) -> None:
+        """Send a value, or the end of an item, to the client's side."""
+        request_id, path = cursor.lane.request.info.request_id, cursor.scope.path
+        message = Emit(request_id=request_id, name=name, path=path, value=value, final=final, reason=reason)
+        self._deliver(message, cursor.groups)
+
+    def item_ended(self, groups: Groups) -> None:
+        """The innermost item of these groups has ended: whatever waited for it goes out."""
+        if not groups:
+            return
+        group, index = groups[-1]
+        group.done.add(index)
+        while group.next in group.done:
+            group.done.discard(group.next)
+            group.next += 1
+            for message in group.held.pop(group.next, ()):
+                self._deliver(message, groups[:-1])
+
+    def _deliver(self, message: Emit, groups: Groups) -> None:
+        for group, index in reversed(groups):
+            if group.next != index:
+                group.held.setdefault(index, []).append(message)
+                return
+        self.messages.append(message)
+
+
+def to_host(value: Any) -> Any:
+    """A value that can leave the worker: no batch behind a row, no device."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_host(item) for item in value]
+    return value.cpu() if isinstance(value, Tensor) else value

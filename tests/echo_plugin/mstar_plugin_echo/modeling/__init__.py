@@ -1,0 +1,1 @@
+"""The echo model's networks: plain PyTorch, one per file."""

@@ -1,0 +1,221 @@
+"""The HTTP surface over real sockets, with the fake worker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import uvicorn
+from safetensors.torch import load
+
+from mstar.ipc.messages import Abort
+from mstar.server.app import create_app
+
+
+@contextlib.asynccontextmanager
+async def listening(serving: Callable[..., Any], **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of a server on a free port, and what is served."""
+    async with serving(**settings) as served:
+        app = create_app(served.engine, root="tiny", max_body_bytes=4096)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                while not server.started:
+                    await asyncio.sleep(0.01)
+                async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+                    yield client, served
+            finally:
+                server.should_exit = True
+                await task
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def text(value: str, **fields: Any) -> dict[str, Any]:
+    return {"inputs": [{"type": "text", "text": value}], **fields}
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and response.headers["x-request-id"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and "Traceback" not in error["message"]
+    return error
+
+
+def test_generate_whole(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, _):
+            response = await client.post("/v1/generate", json=text("hello", seed=5), headers={"X-Request-Id": "mine"})
+            assert response.status_code == 200 and response.headers["x-request-id"] == "mine"
+            body = response.json()
+            assert body["outputs"] == [{"type": "text", "text": "hello", "token_ids": list(b"hello")}]
+            assert body["seed"] == 5 and body["finish_reason"] == "stop" and body["counts"] == {"squawks": 1}
+            response = await client.post(
+                "/v1/generate",
+                json=text("hi", task="speech", outputs=["audio"]),
+                headers={"Accept": "application/octet-stream"},
+            )
+            assert load(response.content)["audio"].shape == (160,)
+
+    run(scenario())
+
+
+def test_generate_streams_ndjson(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, _):
+            response = await client.post("/v1/generate", json=text("hey", stream=True, outputs=["text", "tensors"]))
+            assert response.headers["content-type"] == "application/x-ndjson"
+            events = [json.loads(line) for line in response.text.splitlines()]
+            assert [event["event"] for event in events] == ["text", "text", "text", "tensor", "done"]
+            assert "".join(event["text"] for event in events[:3]) == "hey" and events[3]["name"] == "said"
+            assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 3}
+
+    run(scenario())
+
+
+def test_speech_whole_and_streamed_hold_the_same_samples(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, _):
+            whole = await client.post("/v1/audio/speech", json={"input": "hello", "seed": 1})
+            assert whole.headers["content-type"] == "audio/wav"
+            assert whole.headers["x-finish-reason"] == "stop" and whole.headers["x-seed"] == "1"
+            assert struct.unpack_from("<I", whole.content, 40)[0] == len(whole.content) - 44 == 2 * 80 * 5
+            streamed = await client.post("/v1/audio/speech", json={"input": "hello", "stream": True})
+            assert streamed.content.count(b"RIFF") == 1 and streamed.content[44:] == whole.content[44:]
+            assert streamed.headers["transfer-encoding"] == "chunked"
+            pcm = await client.post("/v1/audio/speech", json={"input": "hello", "response_format": "pcm"})
+            assert pcm.content == whole.content[44:] and pcm.headers["x-sample-rate"] == "8000"
+            assert np.frombuffer(pcm.content, "<i2")[0] == int(ord("h") / 256 * 32767)
+            cut = await client.post("/v1/audio/speech", json={"input": "hello", "max_tokens": 2})
+            assert cut.headers["x-finish-reason"] == "length"
+
+    run(scenario())
+
+
+def test_errors_are_openai_shaped_on_every_route(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, served):
+            assert "routes: POST /v1/generate" in error_of(await client.get("/nowhere"), 404)["message"]
+            assert error_of(await client.get("/v1/generate/"), 404)["type"] == "not_found_error"
+            response = await client.get("/v1/generate")
+            assert "GET is not allowed" in error_of(response, 405)["message"] and response.headers["allow"] == "POST"
+            assert error_of(await client.post("/v1/generate", data={"a": "b"}), 415)["type"] == "invalid_request_error"
+            error_of(await client.post("/v1/generate", json=text("x" * 5000)), 413)
+            bad = {"content": b"{", "headers": {"Content-Type": "application/json"}}
+            assert "not valid JSON" in error_of(await client.post("/v1/generate", **bad), 400)["message"]
+            assert error_of(await client.post("/v1/generate", json=text("a", seed=-1)), 400)["param"] == "seed"
+            response = await client.post("/v1/audio/speech", json={"input": "a", "model": "gpt"})
+            assert error_of(response, 404)["code"] == "model_not_found"
+            response = await client.post("/v1/audio/speech", json={"input": "a", "voice": "nobody"})
+            assert error_of(response, 400)["param"] == "voice"
+            assert "ZeroDivisionError" in error_of(await client.post("/v1/generate", json=text("BOOM")), 500)["message"]
+            for stream in (False, True):
+                assert error_of(await client.post("/v1/generate", json=text("#", stream=stream)), 500)
+            assert error_of(await client.post("/v1/audio/speech", json={"input": "#", "stream": True}), 500)
+            error_of(await client.delete("/v1/sessions/none"), 404)
+            assert (await client.post("/v1/generate", json=text("fine"))).status_code == 200
+            await served.settled()
+
+    run(scenario())
+
+
+def test_models_and_health(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, served_model_name=("one", "two")) as (client, _):
+            models = (await client.get("/v1/models")).json()
+            assert models["object"] == "list" and [m["id"] for m in models["data"]] == ["one", "two"]
+            assert (await client.get("/v1/models/two")).json()["max_model_len"] == 1000
+            error_of(await client.get("/v1/models/three"), 404)
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.post("/v1/generate", json=text("a^"))).status_code == 503
+            response = await client.get("/health")
+            assert "device is gone" in error_of(response, 503)["message"] and int(response.headers["retry-after"]) > 0
+
+    run(scenario())
+
+
+def test_a_full_queue_says_when_to_come_back(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, max_num_seqs=1, max_queue=0, step_s=0.02) as (client, _):
+            first = asyncio.ensure_future(client.post("/v1/generate", json=text("x" * 30)))
+            await asyncio.sleep(0.2)
+            response = await client.post("/v1/generate", json=text("second"))
+            assert error_of(response, 429)["type"] == "rate_limit_error" and int(response.headers["retry-after"]) >= 1
+            assert (await first).status_code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/generate", "/v1/audio/speech"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_request(serving: Callable[..., Any], path: str, stream: bool) -> None:
+    async def scenario() -> None:
+        async with listening(serving, step_s=0.01) as (client, served):
+            value = "y" * 900
+            body = {"input": value, "stream": stream} if "speech" in path else text(value, stream=stream)
+            _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+            data = msgspec.json.encode(body)
+            kind = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+            writer.write(f"POST {path} HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data)
+            await writer.drain()
+            while not served.worker.open:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.wait_for(served.settled(), 1)
+            assert isinstance(served.worker.seen[-1], Abort)
+
+    run(scenario())
+
+
+def test_a_failure_in_the_middle_ends_the_stream_abnormally(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, step_s=0.03) as (client, served):
+            received = b""
+            with pytest.raises(httpx.RemoteProtocolError):
+                async with client.stream("POST", "/v1/generate", json=text("ab#", stream=True)) as response:
+                    assert response.status_code == 200
+                    async for block in response.aiter_bytes():
+                        received += block
+            events = [json.loads(line) for line in received.splitlines()]
+            assert [event["event"] for event in events] == ["text", "text", "error"]
+            assert events[-1]["error"]["message"] == "the node failed"
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/v1/audio/speech", json={"input": "ab#", "stream": True})
+            assert (await client.post("/v1/generate", json=text("fine"))).status_code == 200
+            await served.settled()
+
+    run(scenario())
+
+
+def test_many_clients_get_their_own_answers(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, max_num_seqs=4) as (client, served):
+            texts = [f"client {i} says {i * i}" for i in range(24)]
+            bodies = [text(value, stream=i % 2 == 0) for i, value in enumerate(texts)]
+            responses = await asyncio.gather(*(client.post("/v1/generate", json=body) for body in bodies))
+            for i, (value, response) in enumerate(zip(texts, responses, strict=True)):
+                if i % 2:
+                    assert response.json()["outputs"][0]["text"] == value
+                else:
+                    events = [json.loads(line) for line in response.text.splitlines()]
+                    assert "".join(e["text"] for e in events if e["event"] == "text") == value
+            await served.settled()
+
+    run(scenario())

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import base64
+import json
+import wave
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file
+
+from mstar.server.results import Outputs, Result
+from mstar.types import AudioChunk, ImageChunk, Request, TensorChunk, TextChunk
+
+
+def make(*outputs: str, indices: dict[int, str] | None = None) -> tuple[Outputs, Result]:
+    request = Request(id="r", model="m", task="t", parts=(), outputs=outputs)
+    result = Result(
+        finish_reason="stop", indices=indices or {0: "stop"}, usage={"prompt_tokens": 1}, counts={},
+        counters={"a.b": 2}, prompt_token_ids=[5], seed=7, timings={"total_s": 1.0}, extra={"more": 1},
+    )  # fmt: skip
+    return Outputs(request), result
+
+
+def test_chunks_are_joined_in_json() -> None:
+    outputs, result = make("text", "audio", "tensors")
+    for chunk in (
+        TextChunk("a", (1,)), AudioChunk(np.full(2, 0.5, np.float32), 8000), TextChunk("b", (2,)),
+        AudioChunk(np.zeros(1, np.float32), 8000), TensorChunk("z", torch.ones(1, 2)),
+        TensorChunk("z", torch.zeros(2, 2)),
+    ):  # fmt: skip
+        outputs.add(chunk)
+    body = msgspec.json.decode(outputs.as_json(result))
+    assert (body["id"], body["model"], body["task"], body["seed"], body["more"]) == ("r", "m", "t", 7, 1)
+    assert body["finish_reason"] == "stop" and body["prompt_token_ids"] == [5] and body["counters"] == {"a.b": 2}
+    text, sound, z, samples = body["outputs"]
+    assert text == {"type": "text", "text": "ab", "token_ids": [1, 2]}
+    assert base64.b64decode(sound["data"])[:4] == b"RIFF" and sound["sample_rate"] == 8000
+    assert (z["name"], z["shape"]) == ("z", [3, 2])
+    assert samples["name"] == "audio" and np.frombuffer(base64.b64decode(samples["data"]), "<f4").tolist() == [
+        0.5,
+        0.5,
+        0,
+    ]
+
+
+def test_each_of_n_outputs_says_which_it_is() -> None:
+    outputs, result = make("text", indices={0: "stop", 1: "length"})
+    outputs.add(TextChunk("a", (1,)))
+    outputs.add(TextChunk("b", (2,), index=1))
+    found = msgspec.json.decode(outputs.as_json(result))["outputs"]
+    assert [(o["text"], o["index"], o["finish_reason"]) for o in found] == [("a", 0, "stop"), ("b", 1, "length")]
+
+
+def test_files_are_written_under_names_of_ours(tmp_path: Path) -> None:
+    outputs, result = make("audio", "image", "tensor:z")
+    outputs.add(AudioChunk(np.full(3, 0.5, np.float32), 24000))
+    outputs.add(ImageChunk(np.zeros((4, 4, 3), np.uint8)))
+    outputs.add(TensorChunk("z", torch.ones(2)))
+    outputs.write(tmp_path / "out", result)
+    body = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [entry["type"] for entry in body["outputs"]] == ["audio", "image", "tensor"]
+    sound = body["outputs"][0]
+    assert sound == {"type": "audio", "file": "audio.wav", "tensor": "audio", "sample_rate": 24000}
+    with wave.open(str(tmp_path / "out" / sound["file"])) as file:
+        assert file.getnframes() == 3
+    tensors = load_file(tmp_path / "out" / "tensors.safetensors")
+    assert tensors["audio"].tolist() == [0.5] * 3 and tensors["z"].tolist() == [1, 1]
+    assert (tmp_path / "out" / "image-0.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_safetensors_body_holds_the_result_too(tmp_path: Path) -> None:
+    outputs, result = make("audio")
+    outputs.add(AudioChunk(np.full(3, 0.5, np.float32), 24000))
+    body = outputs.as_safetensors(result)
+    assert load(body)["audio"].tolist() == [0.5] * 3
+    (tmp_path / "x.safetensors").write_bytes(body)
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["result"])["outputs"][0]["tensor"] == "audio"

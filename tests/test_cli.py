@@ -1,0 +1,339 @@
+"""The command line: what exists, what it passes on, how it fails. Runs no model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import mstar
+from mstar.cli import cli, main
+from mstar.config import EngineConfig, ServerConfig
+from mstar.plugin import loader
+from mstar.plugin.loader import InstalledPlugin
+
+COMMANDS = ["doctor", "graph", "plugins", "run", "serve"]
+OWN_FLAGS = {
+    "serve": {"--config"},
+    "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
+    "graph": {"--format", "--model", "--output", "--plugin"},
+    "plugins": {"--json"},
+    "doctor": {"--host", "--port"},
+}
+SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions"}
+
+PLUGIN = """
+from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk
+from mstar.plugin.hooks import hookimpl
+from mstar.plugin.spec import ModelSpec, Task
+from mstar.plugin.states import Start, States
+
+def build(config):
+    node = Node("speak", (Method(name="say", inputs=(Port("x"),), outputs=(Port("y"),)),))
+    walk = Walk(name="main", section=Call("speak.say", emits={"y": "y"}), inputs=("x",))
+    return Graph(nodes=(node,), walks=(walk,), states=States((Start(walk="main"),)))
+
+@hookimpl
+def register_models(register):
+    register(ModelSpec(
+        name="parrot", graph=build, config="parrot_plugin:build", checkpoint="nobody/parrot",
+        processor="parrot_plugin:build", nodes={"speak": "parrot_plugin:build"},
+        tasks={"repeat": Task(params=dict, inputs=("text",), outputs=("text", "audio"))},
+    ))
+"""
+
+
+def install(folder: Path, *, name: str, module: str, source: str) -> None:
+    """Lay out an installed distribution with one plugin, as pip would."""
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"mstar_plugin_{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mstar-plugin-{name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[mstar]\n{name} = {module}\n")
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(*arguments)` -> exit code, standard output, standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        shown = capsys.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was passed on to `mstar.launch`; nothing is started. Exits with 7."""
+    calls: list[tuple[Any, ...]] = []
+    launch = ModuleType("mstar.launch")
+
+    def serve(engine: EngineConfig, server: ServerConfig) -> int:
+        calls.append((engine, server))
+        return 7
+
+    def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path) -> int:
+        calls.append((engine, request, out, base))
+        return 7
+
+    launch.serve, launch.run = serve, run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mstar.launch", launch)
+    monkeypatch.setattr(mstar, "launch", launch, raising=False)
+    return calls
+
+
+def only_installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    plugins = [InstalledPlugin(name=n, distribution=f"mstar-plugin-{n}", version="1.0", value="x") for n in names]
+    monkeypatch.setattr(loader, "installed", lambda: plugins)
+
+
+# ---- what there is ----------------------------------------------------------------------------------------------
+
+
+def test_the_lists_of_commands_and_their_flags_are_frozen() -> None:
+    """Adding one is a decision: it arrives with its feature, and a change here and in docs/serving.md."""
+    assert sorted(cli.commands) == COMMANDS
+    from_table = {
+        "serve": flags_of(EngineConfig) | flags_of(ServerConfig),
+        "run": flags_of(EngineConfig) - SERVER_ONLY,
+        "graph": set(),
+        "plugins": set(),
+        "doctor": set(),
+    }
+    for name, command in cli.commands.items():
+        found = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        assert found == OWN_FLAGS[name] | from_table[name], name
+
+
+def flags_of(kind: type[Any]) -> set[str]:
+    return {flag.name for flag in mstar.config.flags(kind).values()}
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom mstar.cli import main\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['run', '--help'], ['--version']):\n"
+        "    try:\n        main(arguments)\n    except SystemExit as ended:\n        assert not ended.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'starlette', 'av'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert f"mstar, version {mstar.__version__}" in answer.stdout
+
+
+def test_help_gives_units_and_defaults(run: Run) -> None:
+    code, out, _ = run("serve", "--help")
+    words = " ".join(out.split())
+    assert code == 0
+    assert "tokens in a page of KV cache [default: 64]" in words
+    assert "in GiB; 0: recompute instead [default: 1]" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sevre"], "did you mean serve?"),
+        (["serve", "--max-num-seq", "3"], "--max-num-seqs"),
+        (["serve", "--max-num-seqs", "many"], "'--max-num-seqs': 'many': expected a whole number"),
+        (["serve", "--max-num-seqs", "0", "--plugin", "x"], "--max-num-seqs is 0; it must be at least 1"),
+        (["serve", "--dtype", "int4", "--plugin", "x"], "must be one of auto, float32"),
+        (["serve", "--set", "codec", "--plugin", "x"], "expected part=PATH"),
+        (["serve", "a", "--model", "b", "--plugin", "x"], "given twice"),
+        (["serve", "--config", "absent.yaml"], "--config absent.yaml: No such file"),
+        (["run", "--plugin", "x"], "either --request FILE or --text TEXT"),
+        (["run", "--text", "a", "--request", "b"], "either --request FILE or --text TEXT"),
+        (["run", "--request", "absent.json"], "absent.json: No such file"),
+        (["run", "--text", "a", "--param", "voice"], "expected KEY=VALUE"),
+        (["graph", "--plugin", "nosuch"], "no plugin 'nosuch' is installed"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(run: Run, arguments: list[str], words: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> list[InstalledPlugin]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loader, "installed", interrupt)
+    code, out, err = run("plugins")
+    assert code == 130
+    assert not out
+    assert "Traceback" not in err
+
+
+# ---- serve ------------------------------------------------------------------------------------------------------
+
+
+def test_serve_passes_settings_on_and_ends_with_the_server_s_code(run: Run, launched: list[tuple[Any, ...]]) -> None:
+    code, _, _ = run(
+        *"serve org/model --plugin echo --port 0 --served-model-name a --served-model-name b --swap-space 0.5".split(),
+        *"--no-enable-prefix-caching --batch-invariant --set codec=/x --kv-cache-memory-bytes 2MiB".split(),
+    )
+    (engine, server) = launched[0]
+    assert code == 7
+    assert engine == EngineConfig(
+        plugin="echo", model="org/model", served_model_name=("a", "b"), swap_space_bytes=512 * 1024**2,
+        enable_prefix_caching=False, batch_invariant=True, parts={"codec": Path("/x")},
+        kv_cache_memory_bytes=2 * 1024**2,
+    )  # fmt: skip
+    assert server == ServerConfig(port=0)
+
+
+def test_the_command_line_wins_over_the_file(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    path = tmp_path / "mstar.yaml"
+    path.write_text(
+        "plugin: echo\nmodel: from-file\nmax-num-seqs: 4\nport: 9000\nset: {codec: /x}\nbatch-invariant: true\n"
+    )
+    run("serve", "from-flag", "--config", str(path), "--max-num-seqs", "5", "--no-batch-invariant")
+    engine, server = launched[0]
+    assert (engine.plugin, engine.model, engine.max_num_seqs, engine.batch_invariant) == ("echo", "from-flag", 5, False)
+    assert engine.parts == {"codec": Path("/x")}
+    assert server.port == 9000
+
+
+def test_without_plugin_the_only_one_installed_is_used_and_named(
+    run: Run, launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_installed(monkeypatch, "echo")
+    _, _, err = run("serve")
+    assert launched[0][0].plugin == "echo"
+    assert "using plugin 'echo', the only one installed" in err
+
+
+def test_without_plugin_several_installed_are_listed(
+    run: Run, launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_installed(monkeypatch, "echo", "parrot")
+    code, _, err = run("serve")
+    assert code == 2
+    assert "--plugin is missing" in err
+    assert "echo, parrot" in err
+    assert not launched
+
+
+def test_without_any_plugin_serve_says_how_to_get_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_installed(monkeypatch)
+    code, _, err = run("serve")
+    assert code == 2
+    assert "pip install mstar-plugin-" in err
+
+
+# ---- run --------------------------------------------------------------------------------------------------------
+
+
+def test_run_builds_a_request_from_flags(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    run(
+        *"run --plugin echo --text".split(), "good day", *"--voice nobody --param top_k=5 --param tone=calm".split(),
+        *"--param stop=[1,2] --task speech --seed 7 --out".split(), str(tmp_path),
+    )  # fmt: skip
+    engine, request, out, base = launched[0]
+    assert engine == EngineConfig(plugin="echo")
+    assert request == {
+        "inputs": [{"type": "text", "text": "good day"}],
+        "task": "speech",
+        "seed": 7,
+        "params": {"top_k": 5, "tone": "calm", "stop": [1, 2], "voice": "nobody"},
+    }
+    assert (out, base) == (tmp_path, Path.cwd())
+
+
+def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
+    run: Run, launched: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    path = tmp_path / "request.json"
+    path.write_text('{"inputs": [], "params": {"a": 1, "b": 2}}')
+    code, _, _ = run("run", "--plugin", "echo", "--request", str(path), "--param", "b=3", "--model", "m")
+    engine, request, out, base = launched[0]
+    assert code == 7
+    assert engine.model == "m"
+    assert request == {"inputs": [], "params": {"a": 1, "b": 3}}
+    assert (out, base) == (Path("mstar-out"), tmp_path)
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "not JSON"), ("[]", "a request is a JSON object")])
+def test_run_refuses_what_is_no_request(run: Run, tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(content)
+    code, _, err = run("run", "--plugin", "echo", "--request", str(path))
+    assert code == 2
+    assert words in err
+
+
+def test_run_refuses_settings_that_only_a_server_has(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mstar.yaml"
+    path.write_text("max-queue: 3")
+    code, _, err = run("run", "--text", "a", "--config", str(path))
+    assert code == 2
+    assert "'max-queue' has no meaning for 'mstar run'" in err
+
+
+# ---- plugins, graph, doctor --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parrot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that works and one that does not, installed."""
+    install(tmp_path, name="parrot", module="parrot_plugin", source=PLUGIN)
+    install(tmp_path, name="broken", module="broken_plugin", source="import nothing_like_this")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("parrot_plugin", "broken_plugin"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_plugins_lists_what_is_installed_and_what_is_broken(run: Run) -> None:
+    code, out, _ = run("plugins", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert rows["parrot"]["distribution"] == "mstar-plugin-parrot"
+    assert rows["parrot"]["version"] == "1.2"
+    assert rows["parrot"]["tasks"] == ["repeat"]
+    assert rows["parrot"]["modalities_out"] == ["text", "audio"]
+    assert "nothing_like_this" in rows["broken"]["error"]
+
+
+@pytest.mark.usefixtures("parrot")
+def test_plugins_prints_a_table(run: Run) -> None:
+    code, out, _ = run("plugins")
+    assert code == 0
+    assert all(word in out for word in ("parrot", "mstar-plugin-parrot", "1.2", "repeat", "nobody/parrot", "broken"))
+
+
+@pytest.mark.usefixtures("parrot")
+def test_graph_draws_in_the_style_of_the_file_s_suffix(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("graph", "--plugin", "parrot")
+    assert code == 0
+    assert "speak.say" in out
+    for name, beginning in (("g.svg", "<svg"), ("g.mmd", "flowchart"), ("g.txt", "")):
+        assert run("graph", "--plugin", "parrot", "-o", str(tmp_path / name))[0] == 0
+        assert beginning in (tmp_path / name).read_text()
+
+
+@pytest.mark.usefixtures("parrot")
+def test_doctor_names_each_problem_with_its_remedy(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run("doctor", "--port", "0")
+    lines = out.splitlines()
+    broken = next(number for number, line in enumerate(lines) if "plugin broken" in line)
+    assert code == 1
+    assert lines[broken].startswith("problem")
+    assert "-> pip install --upgrade mstar-plugin-broken" in lines[broken + 1]
+    assert any(line.startswith("ok") and "plugin parrot" in line for line in lines)
+    assert all(any(word in line for line in lines) for word in ("torch", "threads", "shared memory", "cache folder"))

@@ -1,0 +1,156 @@
+"""Settings: limits, files, environment variables; and the frozen list of flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mstar.config import EngineConfig, ServerConfig, default, flags, load_config_file, read_environment
+from mstar.errors import ConfigError
+
+ENGINE_FLAGS = """
+--plugin --model --set --served-model-name --dtype --device --max-model-len --max-num-seqs --max-num-batched-tokens
+--block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant --attention-backend --seed
+--max-queue --session-ttl --max-sessions --request-timeout
+""".split()
+SERVER_FLAGS = "--host --port --log-level --max-body-bytes --drain-timeout".split()
+
+
+def test_the_list_of_flags_is_frozen() -> None:
+    """Adding a flag is a decision: it arrives with its feature, its help, and a change here and in docs/serving.md."""
+    assert [flag.name for flag in flags(EngineConfig).values()] == ENGINE_FLAGS
+    assert [flag.name for flag in flags(ServerConfig).values()] == SERVER_FLAGS
+
+
+def test_configurations_are_frozen_and_have_working_defaults() -> None:
+    engine = EngineConfig(plugin="echo")
+    assert (engine.model, engine.max_num_seqs, engine.swap_space_bytes) == ("tiny", 32, 1024**3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        engine.model = "other"  # type: ignore[misc]
+    assert ServerConfig().port == 8000
+
+
+def test_clients_ask_for_the_served_names_or_else_the_model() -> None:
+    assert EngineConfig(plugin="echo", model="a/b").model_names == ("a/b",)
+    assert EngineConfig(plugin="echo", model="a/b", served_model_name=("x", "y")).model_names == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_num_seqs": 0}, ["--max-num-seqs is 0", "at least 1", "default (32)"]),
+        ({"block_size": 4096}, ["--block-size is 4096", "at most 1024"]),
+        ({"swap_space_bytes": -(2 * 1024**3)}, ["--swap-space is -2", "at least 0", "default (1)"]),
+        ({"dtype": "int8"}, ["--dtype is int8", "bfloat16"]),
+        ({"device": "gpu"}, ["--device is 'gpu'", "cuda:N"]),
+        ({"request_timeout_s": float("nan")}, ["--request-timeout is nan"]),
+        ({"max_model_len": 0}, ["--max-model-len is 0", "the model's own limit"]),
+        ({"served_model_name": ("a", "a")}, ["--served-model-name", "twice"]),
+    ],
+)
+def test_a_bad_setting_is_refused_with_flag_value_limit_and_remedy(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(plugin="echo", **settings)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_every_flag_has_help_and_a_default_that_passes_validation() -> None:
+    for kind in (EngineConfig, ServerConfig):
+        for name, flag in flags(kind).items():
+            assert len(flag.help) > 10, name
+            assert default(kind, name) is not dataclasses.MISSING or name == "plugin"
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mstar.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_read_with_dashes_or_underscores_and_typed_values(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "plugin: echo\nmax-num-seqs: 4\nmax_model_len: 128\nkv-cache-memory-bytes: 2MiB\nswap-space: 0.5\n"
+        "enable-prefix-caching: false\nserved-model-name: [a, b]\nset:\n  codec: /x\nport: 9000\n",
+    )
+    assert load_config_file(path) == {
+        "plugin": "echo",
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 2 * 1024**2,
+        "swap_space_bytes": 512 * 1024**2,
+        "enable_prefix_caching": False,
+        "served_model_name": ("a", "b"),
+        "parts": {"codec": Path("/x")},
+        "port": 9000,
+    }
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert load_config_file(written(tmp_path, "# nothing\n")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-num-seq: 4", ["unknown key 'max-num-seq'", "max-num-seqs"]),
+        ("max-num-seqs: 4\nmax_num_seqs: 5", ["given twice"]),
+        ("max-num-seqs: true", ["max-num-seqs is True", "whole number"]),
+        ("max-num-seqs: 1.5", ["whole number"]),
+        ("port: [1]", ["port", "whole number"]),
+        ("swap-space: .inf", ["swap-space is inf", "expected a number"]),
+        ("request-timeout: soon", ["expected a number"]),
+        ("enable-prefix-caching: 1", ["true or false"]),
+        ("kv-cache-memory-bytes: lots", ["512MiB"]),
+        ("host:", ["expected text"]),
+        ("set: [codec]", ["part=PATH"]),
+        ("- a", ["'flag: value'"]),
+        ("a: [", ["not YAML"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config_file(path)
+    assert all(word in str(error.value) for word in [str(path), *words]), error.value
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        load_config_file(tmp_path / "absent.yaml")
+
+
+# ---- environment ------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_read_and_have_defaults(tmp_path: Path) -> None:
+    assert read_environment({"XDG_CACHE_HOME": "/c"}).cache == Path("/c/mstar")
+    found = read_environment({"MSTAR_CACHE": str(tmp_path), "MSTAR_LOG_LEVEL": "DEBUG"})
+    assert (found.cache, found.log_level) == (tmp_path, "debug")
+
+
+def test_an_unknown_variable_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_environment({"MSTAR_CACHES": "/x", "OTHER": "1"})
+    assert "MSTAR_CACHES" in caplog.text
+    assert "did you mean MSTAR_CACHE?" in caplog.text
+
+
+@pytest.mark.parametrize("variables", [{"MSTAR_LOG_LEVEL": "loud"}, {"MSTAR_CACHE": " "}])
+def test_a_variable_that_cannot_work_is_an_error(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(variables))):
+        read_environment(variables)
+
+
+def test_settings_import_without_torch() -> None:
+    code = "import sys, mstar.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -1,0 +1,118 @@
+"""`serve` and `run` from start to end, with the echo plugin and the real worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from mstar import launch
+from mstar.config import EngineConfig, ServerConfig
+from mstar.errors import ConfigError, RequestError
+
+KV = 16 * 2**20
+
+
+def engine_config(**settings: Any) -> EngineConfig:
+    return EngineConfig(**{"plugin": "echo", "kv_cache_memory_bytes": KV} | settings)
+
+
+def text(value: str, **fields: Any) -> dict[str, Any]:
+    return {"inputs": [{"type": "text", "text": value}], **fields}
+
+
+def test_run_writes_result_and_tensors(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert launch.run(engine_config(), text("hello", task="chunks", seed=3), out=out, base=tmp_path) == 0
+    result = json.loads((out / "result.json").read_text())
+    assert result["task"] == "chunks" and result["seed"] == 3 and result["counters"]
+    tensors = load_file(out / "tensors.safetensors")
+    assert {o["name"] for o in result["outputs"] if o["type"] == "tensor"} == set(tensors)
+
+
+def test_run_reports_mistakes_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="known: "):
+        launch.run(engine_config(), text("hello", task="sing"), out=tmp_path, base=tmp_path)
+    with pytest.raises(RequestError, match="'colour' is unknown"):
+        launch.run(engine_config(), text("hello", colour=1), out=tmp_path, base=tmp_path)
+    with pytest.raises(ConfigError, match="no plugin 'nobody'"):
+        launch.run(engine_config(plugin="nobody"), text("hello"), out=tmp_path, base=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_port_is_known_before_anything_is_loaded() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--port"):
+            launch.serve(engine_config(plugin="nobody"), ServerConfig(port=port))
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server in its own process, its address, and what it logged before it answered."""
+    command = [sys.executable, "-m", "mstar", "serve", "--plugin", "echo", "--port", "0"]
+    command += ["--kv-cache-memory-bytes", str(KV), "--drain-timeout", "5"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    lines: list[str] = []
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if "Application startup complete" in line:
+                break
+        url = re.search(r"Starting mstar server on (http://\S+)", "".join(lines))
+        assert url is not None, "".join(lines)
+        wait_until_healthy(url[1])
+        yield process, url[1], lines
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until_healthy(url: str) -> None:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.ConnectError:
+            time.sleep(0.02)
+    raise AssertionError("the server does not answer")
+
+
+def test_a_server_says_what_it_does_answers_and_drains(server: Any) -> None:
+    process, url, lines = server
+    log = "".join(lines)
+    order = [
+        "mstar 0.",
+        "plugin: echo",
+        "lm: weights",
+        "Available routes:",
+        "POST /v1/generate",
+        "Starting mstar server",
+    ]
+    assert [log.find(words) for words in order] == sorted(log.find(words) for words in order), log
+    assert all(words in log for words in order)
+    answer = httpx.post(f"{url}/v1/generate", json=text("hello", task="chunks"), timeout=10)
+    assert answer.status_code == 200 and answer.json()["outputs"]
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert httpx.post(f"{url}/v1/audio/speech", json={"input": "x"}).status_code == 404
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")

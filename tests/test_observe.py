@@ -1,0 +1,83 @@
+"""Log lines: once, at the level asked for, without secrets or encoded media."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from mstar.observe import progress, redact, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_is_written_once_however_often_logging_is_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    setup_logging("info")
+    logging.getLogger("mstar.somewhere").info("hello")
+    assert capsys.readouterr().err.count("hello") == 1
+
+
+def test_the_level_can_be_changed_and_libraries_speak_only_of_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("debug")
+    logging.getLogger("mstar.x").debug("detail")
+    logging.getLogger("mstar_plugin_x").info("from a plugin")
+    logging.getLogger("some.library").info("chatter")
+    logging.getLogger("some.library").warning("trouble")
+    setup_logging("error")
+    logging.getLogger("mstar.x").warning("unseen")
+    shown = capsys.readouterr().err
+    assert [text in shown for text in ("detail", "from a plugin", "chatter", "trouble", "unseen")] == [
+        True, True, False, True, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("Authorization: Bearer abc.def-123", "abc.def-123"),
+        ("headers {'authorization': 'Basic dXNlcjpwdw=='}", "dXNlcjpwdw"),
+        ("api_key=sesame; host=x", "sesame"),
+        ("using hf_abcdefghijklmnopqrst", "abcdefghijklmnopqrst"),
+        ("fetching https://user:sesame@host/path", "sesame"),
+        ("data:audio/wav;base64," + "QUJD" * 100, "QUJDQUJD"),
+    ],
+)
+def test_secrets_and_encoded_media_are_cut_out(text: str, secret: str) -> None:
+    assert secret not in redact(text)
+
+
+@pytest.mark.parametrize("text", ["stop token: 128258", "token_ids: [1, 2]", "max_tokens=12, key main", "/a/b/c.bin"])
+def test_ordinary_lines_stay_as_they_are(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_tracebacks_are_redacted_too(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    try:
+        raise ValueError("password=sesame")
+    except ValueError:
+        logging.getLogger("mstar.x").exception("failed")
+    shown = capsys.readouterr().err
+    assert "ValueError" in shown
+    assert "sesame" not in shown
+
+
+def test_progress_ends_with_one_line_that_says_how_much_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    with progress("loading weights", 3 * 2**20, "bytes") as advance:
+        advance(2**20)
+        advance(2**21)
+    with progress("reading", None, "files") as advance:
+        advance(1)
+    shown = capsys.readouterr().err
+    assert "loading weights: 3.0 MiB in" in shown
+    assert "reading: 1 files in" in shown
