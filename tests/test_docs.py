@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -122,8 +125,47 @@ def test_serving_names_every_command() -> None:
     assert all(isinstance(command, click.Command) and command.help for command in cli.commands.values())
 
 
+def test_serving_names_every_route() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    source = (ROOT / "core" / "mstar" / "server" / "app.py").read_text()
+    paths = re.findall(r'Route\(\s*"(/[^"]+)"', source)
+    assert "/health" in paths
+    missing = [path for path in paths if f" {re.sub(r'{[^}]*}', '{id}', path)}`" not in text]
+    assert not missing, missing
+
+
 def test_unknown_flags_and_commands_are_seen() -> None:
     assert unknown_flags(["mstar", "serve", "--gpu-memory", "1"]) == ["--gpu-memory"]
     assert unknown_flags(["mstar", "bench"]) == ["bench"]
     assert unknown_flags(["make", "coffee"]) == ["coffee"]
     assert not unknown_flags(["mstar", "run", "--text=hi", "--no-enable-prefix-caching"])
+
+
+def test_the_tutorial_s_plugin_works_outside_the_checkout(tmp_path: Path) -> None:
+    """Write the files of docs/plugins.md, install them as it says, and run its `mstar run` line."""
+    tutorial = ROOT / "docs" / "plugins.md"
+    text = tutorial.read_text()
+    files = re.findall(r"^```\w+\n# file: (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for name, content in files:
+        path = tmp_path / "parrot" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert len(files) == len(re.findall(r"^```(?:python|toml)$", text, re.MULTILINE)), "a block without '# file: NAME'"
+    assert len(text.splitlines()) <= 150
+    lines = [words for snippet in snippets(tutorial, "bash") for words in command_lines(snippet)]
+    assert ["pip", "install", "./parrot"] in lines
+    site = tmp_path / "site"
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site)]
+    environment = {**os.environ, "PYTHONPATH": str(site), "MSTAR_CACHE": str(tmp_path / "cache")}
+    for command in (
+        ["pip", "install", *options, "./parrot"],
+        *(words for words in lines if words[:2] == ["mstar", "run"]),
+    ):
+        answer = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            timeout=100, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, f"{shlex.join(command)}\n{answer.stderr[-3000:]}"
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["usage"]["prompt_tokens"] == 5
+    assert 1 <= len(result["outputs"][0]["token_ids"]) <= 8

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from mstar.server.streams import TextStream, chunk_events
-from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
+from mstar.server.streams import TextStream, chunk_event
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, TensorChunk, TextChunk
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, list[int], TextStream]:
@@ -46,24 +47,18 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert [stream.feed(TextChunk(piece)).text for piece in ("aS", "T", "x")] == ["a", "", "STx"]  # type: ignore[union-attr]
 
 
-def decode(chunk: Chunk, *outputs: str) -> list[dict[str, object]]:
-    request = Request(id="r", model="m", task="t", parts=(), outputs=outputs)
-    return [msgspec.json.decode(line) for line in chunk_events(request, chunk).splitlines()]
+def decode(chunk: Chunk) -> dict[str, Any]:
+    (line,) = chunk_event(chunk).splitlines()
+    event: dict[str, Any] = msgspec.json.decode(line)
+    return event
 
 
 def test_chunks_become_ndjson_events() -> None:
-    assert decode(TextChunk("a\nb", (1, 2))) == [{"event": "text", "text": "a\nb", "token_ids": [1, 2], "index": 0}]
-    assert decode(ProgressChunk(1, 5)) == [{"event": "progress", "step": 1, "total": 5}]
-    (event,) = decode(ImageChunk(np.zeros((2, 2, 3), np.uint8)), "image")
-    assert base64.b64decode(event["data"]).startswith(b"\x89PNG")  # type: ignore[arg-type]
-    (event,) = decode(TensorChunk("z", torch.ones(2)), "tensors")
+    assert decode(TextChunk("a\nb", (1, 2))) == {"event": "text", "text": "a\nb", "token_ids": [1, 2], "index": 0}
+    assert decode(ProgressChunk(1, 5)) == {"event": "progress", "step": 1, "total": 5}
+    event = decode(ImageChunk(np.zeros((2, 2, 3), np.uint8)))
+    assert base64.b64decode(event["data"]).startswith(b"\x89PNG")
+    event = decode(TensorChunk("z", torch.ones(2)))
     assert (event["name"], event["dtype"], event["shape"]) == ("z", "float32", [2])
-
-
-def test_samples_come_as_sound_as_a_tensor_or_both() -> None:
-    chunk = AudioChunk(np.full(3, 0.5, np.float32), 8000)
-    (sound,) = decode(chunk, "audio")
-    assert base64.b64decode(sound["data"]) == b"\xff\x3f" * 3 and sound["sample_rate"] == 8000  # type: ignore[arg-type]
-    (tensor,) = decode(chunk, "tensor:audio")
-    assert tensor["event"] == "tensor" and np.frombuffer(base64.b64decode(tensor["data"]), "<f4").tolist() == [0.5] * 3  # type: ignore[arg-type]
-    assert [event["event"] for event in decode(chunk, "audio", "tensors")] == ["audio", "tensor"]
+    event = decode(AudioChunk(np.full(3, 0.5, np.float32), 8000))
+    assert base64.b64decode(event["data"]) == b"\xff\x3f" * 3 and event["sample_rate"] == 8000

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mstar.config import environment
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wall")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
 _logger = logging.getLogger(__name__)
 
 

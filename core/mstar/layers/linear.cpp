@@ -4,6 +4,9 @@
 // row depend on that row alone. Weights are read where they lie, once per block of rows.
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, TILE_COLUMNS = 4;
@@ -18,6 +21,16 @@ constexpr int STEP = 2 * LANES;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 
+// Spelt out, and the build forbids the compiler to fuse elsewhere: whether it does differs from one tile to the next.
+static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -64,7 +77,7 @@ static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, con
     for (int r = 0; r < ROWS; r++) {
         Floats value;
         memcpy(&value, x + r * K + HALF * LANES, sizeof value);
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] += value * w[c];
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = multiply_add(value, w[c], sums[r][c]);
     }
 }
 

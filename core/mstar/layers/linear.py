@@ -29,9 +29,11 @@ Embedding = nn.Embedding
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) @ weight (N, K)^T + bias (N,) -> (..., N), by the faster of our kernel and torch's."""
-    if x.device.type == "cpu" and x.numel() <= _most_rows(x.dtype) * x.shape[-1] and _kernel(x.dtype) is not None:
-        return _few_rows(x, weight, bias)
-    return functional.linear(x, weight, bias)
+    if x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return _op(x, weight, bias, invariant=False)
+    return _on_cpu(x, weight, bias, invariant=False)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,14 +41,11 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
     By our kernel, which sums each output in one order, or by giving every call of torch's exactly ROWS rows.
     """
-    if x.device.type == "cpu" and _kernel(x.dtype) is not None:
-        return _few_rows(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    if not len(flat):
-        return functional.linear(x, weight, bias)
-    padded = functional.pad(flat, (0, 0, 0, -len(flat) % ROWS))
-    result = torch.cat([functional.linear(part, weight, bias) for part in padded.split(ROWS)])
-    return result[: len(flat)].reshape(*x.shape[:-1], -1)
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        return _op(x, weight, bias, invariant=True)
+    if x.device.type == "cpu":
+        return _on_cpu(x, weight, bias, invariant=True)
+    return _in_tiles(x, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -106,10 +105,28 @@ def _most_rows(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float32 else 0
 
 
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _few_rows_op(x, weight, bias)
-    return _call(x, weight, bias)
+def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    if _kernel(x.dtype) is not None and (invariant or x.numel() <= _most_rows(x.dtype) * x.shape[-1]):
+        return _call(x, weight, bias)
+    return _in_tiles(x, weight, bias) if invariant else functional.linear(x, weight, bias)
+
+
+# What it does depends on the machine: opaque to torch.compile.
+_op = torch.library.custom_op("mstar::linear", _on_cpu, mutates_args=(), device_types="cpu")
+
+
+@_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    if not len(flat):
+        return functional.linear(x, weight, bias)
+    padded = functional.pad(flat, (0, 0, 0, -len(flat) % ROWS))
+    result = torch.cat([functional.linear(part, weight, bias) for part in padded.split(ROWS)])
+    return result[: len(flat)].reshape(*x.shape[:-1], -1)
 
 
 def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,27 +139,10 @@ def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], width))
     scratch = torch.empty(min(rows, _BLOCK_ROWS) * depth)
     threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
-    bias_pointer = None if bias is None else bias.data_ptr()
-    entry(
-        x.data_ptr(),
-        weight.data_ptr(),
-        bias_pointer,
-        out.data_ptr(),
-        rows,
-        width,
-        depth,
-        scratch.data_ptr(),
-        threads,
-    )
+    shift = None if bias is None else bias.data_ptr()
+    pointers = (x.data_ptr(), weight.data_ptr(), shift, out.data_ptr())
+    entry(*pointers, rows, width, depth, scratch.data_ptr(), threads)
     return out
-
-
-_few_rows_op = torch.library.custom_op("mstar::linear", _call, mutates_args=(), device_types="cpu")
-
-
-@_few_rows_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 # ---- batch invariance, applied from outside -------------------------------------------------------------

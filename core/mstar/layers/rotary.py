@@ -74,17 +74,17 @@ class RotaryEmbedding(nn.Module):
         self.scaling = dict(scaling) if scaling else None
         self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(0), persistent=False)
-        self.reset_frequencies()
+        self.reset_buffers()
 
-    def reset_frequencies(self) -> None:
-        """Compute the frequencies on the module's device; always float32: long positions need every bit."""
+    def reset_buffers(self, device: torch.device | str | None = None) -> None:
+        """Compute the frequencies, on `device` if given; always float32: long positions need every bit."""
         frequencies = inverse_frequencies(self.rotary_dim, theta=self.theta, scaling=self.scaling)
-        self.frequencies = frequencies.to(self.frequencies.device)
+        self.frequencies = frequencies.to(device or self.frequencies.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
-        # Moving, casting and `to_empty` would lose or round them.
+        # Casting and `to_empty` would round or lose them.
         super()._apply(fn, recurse)
-        self.reset_frequencies()
+        self.reset_buffers()
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

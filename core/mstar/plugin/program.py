@@ -6,7 +6,7 @@ programs; nothing here executes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mstar.plugin.graph import (
@@ -35,7 +35,10 @@ MethodKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Run one method, then go on at the next op."""
+    """Run one method, then go on at the next op.
+
+    `free_ports`: row inputs of any shape, which tasks must agree on to batch.
+    """
 
     node: str
     key: MethodKey
@@ -45,10 +48,9 @@ class Run:
     receives: tuple[tuple[str, Stream], ...]
     sends: tuple[tuple[str, str], ...]  # (port, stream name)
     emits: tuple[tuple[str, str], ...]
-
-    @property
-    def target(self) -> str:
-        return f"{self.node}.{self.method.name}"
+    target: str = ""
+    has_tokens: bool = False
+    free_ports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +130,7 @@ class Program:
     Args:
         ops: op 0 is the first; the walk itself ends at a Join.
         feeds, emits: streams that the walk sends on, and names under which it emits, outside any Each.
-        all_feeds: every stream it sends on, with the number of Eaches around the sender.
+        all_feeds: every stream it sends on.
         receives: every stream it reads.
     """
 
@@ -138,7 +140,7 @@ class Program:
     outputs: tuple[str, ...]
     feeds: frozenset[str]
     emits: frozenset[str]
-    all_feeds: Mapping[str, int]
+    all_feeds: frozenset[str]
     receives: frozenset[str]
 
 
@@ -182,6 +184,9 @@ class _Compiler:
             receives=tuple((port, stream) for port, stream in streams.items() if stream is not None),
             sends=tuple(call.sends.items()),
             emits=tuple(call.emits.items()),
+            target=call.target,
+            has_tokens=method.has_tokens,
+            free_ports=tuple(p.name for p in method.inputs if p.layout == "rows" and p.shape is None),
         )
 
     def _split(self, section: Parallel) -> None:
@@ -209,7 +214,7 @@ class _Compiler:
             fork=section.fork,
             collect=tuple(section.collect.items()),
             ordered=section.ordered,
-            feeds=frozenset(name for name, depth in feeds(section.section).items() if depth == 0),
+            feeds=feeds(section.section),
             emits=emits(section.section),
         )
 
@@ -224,56 +229,47 @@ class _Compiler:
             budget=section.budget if isinstance(section, DynamicLoop) else None,
             exit=len(self.ops),
             collect=tuple(section.collect.items()),
-            streams=frozenset(self._ending(section.section)) if dynamic else frozenset(),
+            streams=ending_streams(section.section, self.graph) if dynamic else frozenset(),
             name=section.name,
         )
-
-    def _ending(self, section: Section) -> set[str]:
-        """Streams whose end ends a loop with this body: those it receives outside inner loops and Eaches."""
-        if isinstance(section, Call):
-            streams = (self.graph.stream(name) for name in section.receives.values())
-            return {s.name for s in streams if s is not None and s.after_end == "end"}
-        if isinstance(section, Loop | DynamicLoop | Each):
-            return set()
-        return {name for child in children(section) for name in self._ending(child)}
 
 
 def written(section: Section, graph: Graph) -> list[str]:
     """Values a section leaves behind, in order of first writing."""
-    names: dict[str, None] = {}
+    names: list[str] = []
     if isinstance(section, Call):
         method = graph.method(section.target)
-        for port in method.outputs if method else ():
-            names[section.outputs.get(port.name, port.name)] = None
-    elif isinstance(section, Each):
-        names.update(dict.fromkeys(section.collect.values()))
-    else:
-        for child in children(section):
-            names.update(dict.fromkeys(written(child, graph)))
-        if isinstance(section, Loop | DynamicLoop):
-            names.update(dict.fromkeys(section.collect.values()))
-    return list(names)
+        names += [section.outputs.get(port.name, port.name) for port in (method.outputs if method else ())]
+    elif not isinstance(section, Each):
+        names += [name for child in children(section) for name in written(child, graph)]
+    if isinstance(section, Each | Loop | DynamicLoop):
+        names += section.collect.values()
+    return list(dict.fromkeys(names))
 
 
-def feeds(section: Section, depth: int = 0) -> dict[str, int]:
-    """Streams a section sends on -> number of Eaches inside it around the sender."""
+def calls_outside(section: Section, *kinds: type[Section]) -> Iterator[Call]:
+    """A section's calls that lie in no inner section of these kinds."""
     if isinstance(section, Call):
-        return dict.fromkeys(section.sends.values(), depth)
-    inner = depth + 1 if isinstance(section, Each) else depth
-    found: dict[str, int] = {}
-    for child in children(section):
-        for name, at in feeds(child, inner).items():
-            found[name] = min(at, found.get(name, at))
-    return found
+        yield section
+    elif not isinstance(section, kinds):
+        for child in children(section):
+            yield from calls_outside(child, *kinds)
+
+
+def ending_streams(section: Section, graph: Graph) -> frozenset[str]:
+    """Streams whose end ends a loop with this body: those it receives outside inner loops and Eaches."""
+    received = [n for call in calls_outside(section, Loop, DynamicLoop, Each) for n in call.receives.values()]
+    return frozenset(s.name for s in graph.streams if s.name in received and s.after_end == "end")
+
+
+def feeds(section: Section) -> frozenset[str]:
+    """Streams that a section sends on outside inner Eaches."""
+    return frozenset(name for call in calls_outside(section, Each) for name in call.sends.values())
 
 
 def emits(section: Section) -> frozenset[str]:
-    """Names under which a section emits, outside inner Eaches."""
-    if isinstance(section, Call):
-        return frozenset(section.emits.values())
-    if isinstance(section, Each):
-        return frozenset()
-    return frozenset(name for child in children(section) for name in emits(child))
+    """Names under which a section emits outside inner Eaches."""
+    return frozenset(name for call in calls_outside(section, Each) for name in call.emits.values())
 
 
 def compile_walk(graph: Graph, name: str) -> Program:
@@ -283,15 +279,14 @@ def compile_walk(graph: Graph, name: str) -> Program:
     compiler = _Compiler(graph)
     compiler.emit(walk.section)
     compiler.ops.append(Join())
-    all_feeds = feeds(walk.section)
     return Program(
         walk=name,
         ops=tuple(op for op in compiler.ops if op is not None),
         inputs=walk.inputs,
         outputs=walk.outputs,
-        feeds=frozenset(stream for stream, depth in all_feeds.items() if depth == 0),
+        feeds=feeds(walk.section),
         emits=emits(walk.section),
-        all_feeds=all_feeds,
+        all_feeds=frozenset(stream for call in calls(walk.section) for stream in call.sends.values()),
         receives=frozenset(stream for call in calls(walk.section) for stream in call.receives.values()),
     )
 

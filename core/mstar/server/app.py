@@ -7,7 +7,7 @@ on every route, and in the middle of a stream it ends the connection abnormally.
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import re
 import time
 import uuid
@@ -32,7 +32,6 @@ from mstar.server.native import GenerateRequest, check_model, convert, parse_jso
 from mstar.server.results import Outputs
 from mstar.types import AudioChunk, Chunk, ImageChunk, TensorChunk
 
-logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 JSON = "application/json"
 
@@ -98,9 +97,9 @@ class Surface:
         wire = convert(await self._json(request), GenerateRequest)
         if wire.stream:
             handle, first = await _watched(request, self._begin(wire))
-            events = _Events(handle)
+            end = functools.partial(_last_event, handle)
             return StreamedResponse(
-                handle, first=first, encode=events.encode, end=events.end, media_type="application/x-ndjson"
+                handle, first=first, encode=streams.chunk_event, end=end, media_type="application/x-ndjson"
             )
         is_binary = "application/octet-stream" in request.headers.get("accept", "")
         return await _watched(request, self._generate_whole(wire, is_binary=is_binary))
@@ -231,20 +230,11 @@ class Surface:
 # ---- streaming --------------------------------------------------------------------------------------------------
 
 
-class _Events:
-    """NDJSON lines of one request."""
-
-    def __init__(self, handle: RequestHandle) -> None:
-        self._handle = handle
-
-    def encode(self, chunk: Chunk) -> bytes:
-        return streams.chunk_events(self._handle.request, chunk)
-
-    def end(self, error: RequestError | None) -> bytes:
-        if error is not None:
-            return streams.event("error", **openai.error_fields(error))
-        assert self._handle.result is not None
-        return streams.done_event(self._handle.request, self._handle.result)
+def _last_event(handle: RequestHandle, error: RequestError | None) -> bytes:
+    if error is not None:
+        return streams.event("error", **openai.error_fields(error))
+    assert handle.result is not None
+    return streams.done_event(handle.request, handle.result)
 
 
 class StreamedResponse:

@@ -88,19 +88,18 @@ class Outputs:
     def as_json(self, result: Result) -> bytes:
         """The result with media and tensors in base64."""
         outputs = [*self._text_entries(result)]
-        if "audio" in self._request.outputs:
-            for index in sorted(self._audio):
-                samples, rate = self._samples(index)
-                entry = {
-                    "type": "audio",
-                    "data": encode_base64(audio.encode_wav(samples, sample_rate=rate)),
-                    "format": "wav",
-                }
-                outputs.append(_indexed(entry | {"sample_rate": rate}, index, result))
+        for index in sorted(self._audio):
+            samples, rate = self._samples(index)
+            entry = {
+                "type": "audio",
+                "data": encode_base64(audio.encode_wav(samples, sample_rate=rate)),
+                "format": "wav",
+            }
+            outputs.append(_indexed(entry | {"sample_rate": rate}, index, result))
         for image in self._images:
             entry = {"type": "image", "data": encode_base64(encode_png(image.pixels)), "format": "png"}
             outputs.append(_indexed(entry, image.index, result))
-        outputs += [tensor_fields(name, tensor, data=True) for name, tensor in self._asked_tensors().items()]
+        outputs += [tensor_fields(name, tensor, data=True) for name, tensor in self._named_tensors().items()]
         return msgspec.json.encode(summary(self._request, result) | {"outputs": outputs})
 
     def as_safetensors(self, result: Result) -> bytes:
@@ -122,15 +121,14 @@ class Outputs:
     def _as_tensors(self, result: Result) -> tuple[list[dict[str, Any]], dict[str, Tensor], dict[str, bytes]]:
         """Output entries that point to tensors and files, and those."""
         outputs = [*self._text_entries(result)]
-        tensors, files = self._asked_tensors(), {}
-        if "audio" in self._request.outputs:
-            for index in sorted(self._audio):
-                samples, rate = self._samples(index)
-                name, file = _numbered("audio", index), f"{_numbered('audio', index)}.wav"
-                tensors.setdefault(name, torch.from_numpy(samples))
-                files[file] = audio.encode_wav(samples, sample_rate=rate)
-                entry = {"type": "audio", "file": file, "tensor": name, "sample_rate": rate}
-                outputs.append(_indexed(entry, index, result))
+        tensors, files = self._named_tensors(), {}
+        for index in sorted(self._audio):
+            samples, rate = self._samples(index)
+            name, file = _numbered("audio", index), f"{_numbered('audio', index)}.wav"
+            tensors.setdefault(name, torch.from_numpy(samples))
+            files[file] = audio.encode_wav(samples, sample_rate=rate)
+            entry = {"type": "audio", "file": file, "tensor": name, "sample_rate": rate}
+            outputs.append(_indexed(entry, index, result))
         for number, image in enumerate(self._images):
             file = f"image-{number}.png"
             files[file] = encode_png(image.pixels)
@@ -138,7 +136,7 @@ class Outputs:
             if name not in tensors:
                 tensors[name := f"image-{number}"] = torch.from_numpy(image.pixels)
             outputs.append(_indexed({"type": "image", "file": file, "tensor": name}, image.index, result))
-        outputs += [tensor_fields(name, tensor) for name, tensor in self._asked_tensors().items()]
+        outputs += [tensor_fields(name, tensor) for name, tensor in self._named_tensors().items()]
         return outputs, {name: tensor.contiguous() for name, tensor in tensors.items()}, files
 
     def _samples(self, index: int) -> tuple[np.ndarray, int]:
@@ -159,18 +157,9 @@ class Outputs:
             entries.append(_indexed(entry, index, result))
         return entries
 
-    def _asked_tensors(self) -> dict[str, Tensor]:
-        """Named tensors asked for; samples count as tensor "audio" where the model sends no such tensor."""
-        found = {_numbered(name, index): torch.cat(parts) if len(parts) > 1 else parts[0]
-                 for (name, index), parts in self._tensors.items()}  # fmt: skip
-        if wants_tensor(self._request, "audio"):
-            for index in sorted(self._audio):
-                found.setdefault(_numbered("audio", index), torch.from_numpy(self._samples(index)[0]))
-        return found
-
-
-def wants_tensor(request: Request, name: str) -> bool:
-    return "tensors" in request.outputs or f"tensor:{name}" in request.outputs
+    def _named_tensors(self) -> dict[str, Tensor]:
+        parts = self._tensors.items()
+        return {_numbered(name, i): torch.cat(found) if len(found) > 1 else found[0] for (name, i), found in parts}
 
 
 def is_wanted(request: Request, chunk: Chunk) -> bool:
@@ -178,10 +167,12 @@ def is_wanted(request: Request, chunk: Chunk) -> bool:
     if isinstance(chunk, TextChunk):
         return "text" in request.outputs
     if isinstance(chunk, AudioChunk):
-        return "audio" in request.outputs or wants_tensor(request, "audio")
+        return "audio" in request.outputs
     if isinstance(chunk, ImageChunk):
         return "image" in request.outputs
-    return not isinstance(chunk, TensorChunk) or wants_tensor(request, chunk.name)
+    if isinstance(chunk, TensorChunk):
+        return "tensors" in request.outputs or f"tensor:{chunk.name}" in request.outputs
+    return True
 
 
 def tensor_fields(name: str, tensor: Tensor, *, data: bool = False) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mstar.media import audio
 from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
 from mstar.server.requests import Entry, internal_error
-from mstar.server.results import Result, encode_base64, encode_png, is_wanted, summary, tensor_fields, wants_tensor
+from mstar.server.results import Result, encode_base64, encode_png, is_wanted, summary, tensor_fields
 from mstar.types import AudioChunk, Chunk, Emission, Encoded, ImageChunk, Path, Request, TensorChunk, TextChunk
 
 logger = logging.getLogger(__name__)
@@ -201,19 +201,14 @@ def event(kind: str, **fields: Any) -> bytes:
     return msgspec.json.encode({"event": kind, **fields}) + b"\n"
 
 
-def chunk_events(request: Request, chunk: Chunk) -> bytes:
-    """A chunk as NDJSON lines: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
+def chunk_event(chunk: Chunk) -> bytes:
+    """A chunk as one NDJSON line: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
     if isinstance(chunk, TextChunk):
         more = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
         return event("text", text=chunk.text, token_ids=chunk.token_ids, index=chunk.index, **more)
     if isinstance(chunk, AudioChunk):
-        lines = b""
-        if "audio" in request.outputs:
-            data = encode_base64(audio.encode_pcm(chunk.samples))
-            lines = event("audio", data=data, format="pcm", sample_rate=chunk.sample_rate, index=chunk.index)
-        if wants_tensor(request, "audio"):
-            lines += chunk_events(request, TensorChunk("audio", torch.from_numpy(chunk.samples), chunk.index))
-        return lines
+        data = encode_base64(audio.encode_pcm(chunk.samples))
+        return event("audio", data=data, format="pcm", sample_rate=chunk.sample_rate, index=chunk.index)
     if isinstance(chunk, ImageChunk):
         data = encode_base64(encode_png(chunk.pixels))
         return event("image", data=data, format="png", index=chunk.index, partial=chunk.partial)

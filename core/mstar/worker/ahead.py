@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from mstar.plugin.program import LoopEnd, Op, Run, Skip
+from mstar.worker.finish import Step
 from mstar.worker.loops import budget_left
-from mstar.worker.runner import Step
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Cursor, Row, Work
+from mstar.worker.state import Batched, Cursor, Row, Work
 
 
 def look_ahead(step: Step, scheduler: Scheduler) -> None:
@@ -47,7 +47,7 @@ def adopts(ahead: Work, op: Run, cursor: Cursor) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     if type(one) is Row and type(other) is Row:
-        return one.batch is other.batch and one.at == other.at
+        return one.batch.tensor is other.batch.tensor and one.at == other.at
     return one is other
 
 
@@ -92,7 +92,7 @@ def _inputs(cursor: Cursor, op: Run, work: Work, step: Step, *, index: int, abse
         elif value not in coming:
             inputs[port] = cursor.env.get(value)
         elif layouts[coming[value]] == "rows" and step.outputs.get(coming[value]) is not None:
-            inputs[port] = Row(step.outputs[coming[value]], index)
+            inputs[port] = Row(Batched(step.outputs[coming[value]]), index)
         else:
             return None
     return inputs

@@ -77,6 +77,8 @@ def fork_length(cursor: Cursor, step: Fork | Alias | Drop) -> Any:
 
 def mark_ends(cursor: Cursor, op: Run, work: Work) -> None:
     """Mark the loops that this work ends: by `stop`, or because a stream has given its final chunk."""
+    if work.stop_reason is None and not op.receives and not work.request.stops:
+        return
     frame = innermost_dynamic(cursor)
     if frame is None:
         return

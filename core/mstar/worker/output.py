@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mstar.ipc.messages import Emit, FromWorker
-from mstar.worker.state import Cursor, Groups, plain
+from mstar.worker.state import Cursor, Groups, Row
 
 
 class Output:
@@ -50,7 +50,8 @@ class Output:
 
 def to_host(value: Any) -> Any:
     """A value that can leave the worker: no batch behind a row, no device."""
-    value = plain(value)
+    if type(value) is Row:
+        return value.batch.host_row(value.at)
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -416,10 +416,13 @@ class Router:
 
     def complete(self, work: Work, values: Mapping[str, Any]) -> None:
         """A work has run: `values` has its output ports (None: nothing produced). Its cursor goes on."""
-        self._guard(work.request, self._complete, work, values)
+        try:
+            self._complete(work, values)
+        except Exception as error:  # noqa: BLE001  # attributed to the request
+            self.fail(work.request, error)
 
-    def _complete(self, request: RequestState, work: Work, values: Mapping[str, Any]) -> None:
-        cursor, op = work.cursor, work.op
+    def _complete(self, work: Work, values: Mapping[str, Any]) -> None:
+        request, cursor, op = work.request, work.cursor, work.op
         if work.error is not None:
             raise work.error
         cursor.work = None
@@ -447,7 +450,7 @@ class Router:
         if buffer is None:
             return
         if type(value) is Row:
-            buffer.put(value.batch[value.at : value.at + 1])
+            buffer.put(value.batch.tensor[value.at : value.at + 1])
         else:
             buffer.put(value)
         self._wake(request, key)

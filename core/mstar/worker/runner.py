@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 from mstar.config import EngineConfig
-from mstar.errors import PluginError, RequestError
+from mstar.errors import PluginError
 from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend
 from mstar.layers.sampling import sample, unsample
 from mstar.plugin.graph import Method, Port
 from mstar.plugin.nodes import Context, Plan
+from mstar.worker.finish import Finished, Step, explain, finish
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain, settled
@@ -32,25 +32,6 @@ Draws = list[tuple[str, Tensor, Tensor]]
 
 _EMPTY_PLAN = Plan()
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-
-
-@dataclass(slots=True)
-class Finished:
-    """What a batch gave: (work, output port -> value) for finished works, unfinished chunks, and failures."""
-
-    done: list[tuple[Work, dict[str, Any]]] = field(default_factory=list)
-    unfinished: list[Work] = field(default_factory=list)
-    failed: list[tuple[Work, Exception]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Step:
-    """A batch that has been launched, and its outputs on the device."""
-
-    batch: Batch
-    outputs: dict[str, Any]
-    starts: list[int]
-    row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
 
 
 class Runner:
@@ -71,10 +52,10 @@ class Runner:
     def run(self, batch: Batch) -> Finished:
         """Run a batch to the end, isolating failures."""
         try:
-            return self.finish(self.launch(batch))
+            return finish(self.launch(batch), self.modules)
         except Exception as error:  # noqa: BLE001  # attributed to a request, once it is alone
             if len(batch.works) == 1:
-                return Finished(failed=[(batch.works[0], _explain(error))])
+                return Finished(failed=[(batch.works[0], explain(error))])
         result = Finished()
         for work in batch.works:
             work.stop_reason, work.error, work.counts = None, None, {}
@@ -108,7 +89,9 @@ class Runner:
             raise
         finally:
             self._record(batch, time.perf_counter() - started)
-        row_ids = self._commit(module, method, works, plan)
+        self._commit(module, method, works, plan)
+        ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
+        row_ids = inputs[ids_port][: len(works)] if ids_port is not None else None
         for index, work in enumerate(works):
             work.scope.tenant.in_flight += 1
             work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
@@ -238,8 +221,8 @@ class Runner:
         """Rows side by side; without copying where they lie so already."""
         first = values[0]
         if type(first) is Row:
-            source = first.batch
-            if all(type(v) is Row and v.batch is source for v in values):
+            source = first.batch.tensor
+            if all(type(v) is Row and v.batch.tensor is source for v in values):
                 index = [v.at for v in values]
                 if index == list(range(len(index))):
                     return source if len(index) == source.shape[0] else source[: len(index)]
@@ -293,11 +276,11 @@ class Runner:
                 got = len(value) if port.layout == "item" else tuple(value.shape)
                 raise PluginError(f"{where} returned {got} for port {name!r}; {size} {port.layout} were expected")
 
-    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> Tensor | None:
-        """Count what was written. Ids that are rows of a step still running are returned, to be told later."""
+    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> None:
+        """Count what was written. Ids that are rows may still be running; they are told at the finish."""
         kv, pool = method.kv, module.pool
         if kv is None or pool is None or not kv.write:
-            return None
+            return
         ragged = kv.ids is not None and method.has_tokens
         for i, work in enumerate(works):
             assert work.sequence is not None
@@ -309,93 +292,6 @@ class Runner:
                 spans = work.request.info.content_keys.get(names.get(kv.ids or "", ""), ())
             advance = plan.advance[i] if plan.advance is not None else None
             pool.commit(work.sequence, work.num_tokens, ids=ids, spans=spans, advance=advance)
-        if kv.ids is None or ragged:
-            return None
-        return self._stack([w.inputs[kv.ids] for w in works])
-
-    def _learn(self, step: Step) -> None:
-        """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
-        pool = self.modules[step.batch.key[0]].pool
-        if step.row_ids is None or pool is None:
-            return
-        for work, written in zip(step.batch.works, step.row_ids.tolist(), strict=True):
-            sequence = work.sequence
-            is_late = work.is_cancelled or work.request.is_dead
-            if not is_late and sequence is not None and len(sequence.ids) == work.length:
-                pool.learn(sequence, [written])
-
-    # ---- finish -----------------------------------------------------------------------------------------
-
-    def finish(self, step: Step) -> Finished:
-        """Host side of a launched step: stops, whole chunks, what each work gave."""
-        result = Finished()
-        self._learn(step)
-        for work in step.batch.works:
-            work.scope.tenant.in_flight -= 1
-            work.undo = None
-        hook = self.modules[step.batch.key[0]].finish.get(step.batch.key[1])
-        late = [work.is_cancelled or work.request.is_dead for work in step.batch.works]
-        ending = [(i, w) for i, w in enumerate(step.batch.works) if not w.is_rebuild and not late[i]]
-        host = self._host_outputs(step) if hook is not None and ending else {}
-        method = step.batch.works[0].op.method
-        for i, work in enumerate(step.batch.works):
-            if work.is_rebuild and not late[i]:
-                self._advance_chunk(work, result)
-        for i, work in ending:
-            self._keep_token_outputs(step, method, i, work)
-            if not work.is_last:
-                self._advance_chunk(work, result)
-                continue
-            values = self._values(step, method, i, work)
-            if hook is not None:
-                try:
-                    given = hook([work], {name: value[i : i + 1] for name, value in host.items()})
-                except Exception as error:  # noqa: BLE001  # attributed to the request
-                    result.failed.append((work, _explain(error)))
-                    continue
-                for name, own in (given or {}).items():
-                    values[name] = own[0]
-            result.done.append((work, values))
-        return result
-
-    @staticmethod
-    def _host_outputs(step: Step) -> dict[str, Any]:
-        rows = {port.name for port in step.batch.works[0].op.method.outputs if port.layout != "tokens"}
-        given = {name: value for name, value in step.outputs.items() if name in rows and value is not None}
-        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}
-
-    @staticmethod
-    def _advance_chunk(work: Work, result: Finished) -> None:
-        work.token_start += work.num_tokens
-        work.is_first = False
-        if work.token_start < work.total:
-            result.unfinished.append(work)
-        else:
-            result.done.append((work, {}))
-
-    @staticmethod
-    def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
-        for port in method.outputs:
-            value = step.outputs.get(port.name)
-            if port.layout == "tokens" and value is not None:
-                piece = value[step.starts[i] : step.starts[i + 1]]
-                work.token_outputs.setdefault(port.name, []).append(piece)
-
-    @staticmethod
-    def _values(step: Step, method: Method, i: int, work: Work) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for port in method.outputs:
-            value = step.outputs.get(port.name)
-            if value is None:
-                values[port.name] = None
-            elif port.layout == "rows":
-                values[port.name] = Row(value, i)
-            elif port.layout == "item":
-                values[port.name] = value[i]
-            else:
-                pieces = work.token_outputs.pop(port.name)
-                values[port.name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return values
 
     @staticmethod
     def _undo(module: Module, draws: Draws, saved: Any, rows: Tensor) -> None:
@@ -466,16 +362,3 @@ def _cut_spans(work: Work) -> Any:
     start, end = work.token_start, work.token_start + work.num_tokens
     inside = [(a - start, b - start) for a, b in work.spans or () if a >= start and b <= end]
     return np.array(inside, dtype=np.int64) if inside else None
-
-
-def _explain(error: Exception) -> Exception:
-    """Memory that ran out is the server's state, not the request's fault: 503, and which memory."""
-    text = str(error).lower()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in _OUT_OF_MEMORY):
-        reason = str(error).splitlines()[0] if str(error) else "out of memory"
-        return RequestError(
-            f"the device ran out of memory in one step: {reason}; lower --max-num-seqs or the request's size",
-            status=503,
-            code="out_of_memory",
-        )
-    return error

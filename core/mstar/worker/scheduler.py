@@ -77,14 +77,11 @@ class Scheduler:
             work.total = kv.tokens
             if kv.spans is not None and inputs.get(kv.spans) is not None:
                 work.spans = plain(inputs[kv.spans]).tolist()
-        if method.has_tokens:
+        if op.has_tokens:
             work.total = _num_tokens(work)
-        if any(p.shape is None and p.layout == "rows" for p in method.inputs):
-            work.shape_key = tuple(
-                tuple(plain(inputs[p.name]).shape)
-                for p in method.inputs
-                if p.shape is None and p.layout == "rows" and inputs.get(p.name) is not None
-            )
+        if op.free_ports:
+            values = [plain(inputs[port]) for port in op.free_ports]
+            work.shape_key = [tuple(value.shape) for value in values if value is not None]
         return work
 
     def add(self, work: Work) -> None:
@@ -171,7 +168,7 @@ class Scheduler:
 
     def _gather(self, key: MethodKey) -> list[Work]:
         queue = self._queues[key]
-        method = queue[0].op.method
+        method, has_tokens = queue[0].op.method, queue[0].op.has_tokens
         limit = min(method.max_batch or self.config.max_num_seqs, self.config.max_num_seqs)
         if len(queue) > limit:
             queue.sort(key=lambda w: (w.request.runtime_s, w.scope.tenant.order, w.path))
@@ -186,7 +183,7 @@ class Scheduler:
                 continue
             if self._prepare(work, budget, picked):
                 picked.append(work)
-                if method.has_tokens:
+                if has_tokens:
                     budget -= work.num_tokens
         return picked
 
@@ -197,19 +194,20 @@ class Scheduler:
             return False
         if tenant.num_rebuilding and not work.is_rebuild:
             return False
-        method, module = work.op.method, work.key[0]
-        if method.kv is not None and work.sequence is None:
+        op, module = work.op, work.key[0]
+        kv = op.method.kv
+        if kv is not None and work.sequence is None:
             work.sequence = self.modules.sequence(scope, module, work.label)
-            if method.has_tokens:
+            if op.has_tokens:
                 self._match_prefix(work)
-        if method.has_tokens:
+        if op.has_tokens:
             self._cut_chunk(work, budget, is_first=not picked)
             if work.num_tokens == 0 and work.total > 0:
                 return False
         else:
             work.num_tokens = work.total
         if work.sequence is not None:
-            if method.kv is not None and method.kv.write and not self._reserve(work, picked):
+            if kv is not None and kv.write and not self._reserve(work, picked):
                 return False
             work.length = work.sequence.length
             work.position = work.sequence.position
@@ -319,7 +317,8 @@ class Scheduler:
         ids = list(sequence.history or ())
         inputs: dict[str, Any] = {p.name: None for p in method.inputs}
         inputs[kv.ids] = torch.tensor(ids, dtype=torch.int64, device=self.modules.device)
-        op = Run(node.name, (node.module, method.name), method, (), (), (), (), ())
+        key = (node.module, method.name)
+        op = Run(node.name, key, method, (), (), (), (), (), has_tokens=True)
         return Work(
             request_id=scope.request.info.request_id,
             path=scope.path,

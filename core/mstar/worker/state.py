@@ -25,15 +25,30 @@ from mstar.worker.slots import SavedRow
 from mstar.worker.streams import StreamBuffer
 
 
+class Batched:
+    """A batched output, split into rows on the host once, when the first of them is needed there."""
+
+    __slots__ = ("_host_rows", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._host_rows: tuple[Tensor, ...] | None = None
+
+    def host_row(self, index: int) -> Tensor:
+        if self._host_rows is None:
+            self._host_rows = self.tensor.cpu().unbind(0)
+        return self._host_rows[index]
+
+
 class Row(NamedTuple):
     """One task's row of a batched output, not split off before somebody needs it alone."""
 
-    batch: Tensor
+    batch: Batched
     at: int
 
     @property
     def tensor(self) -> Tensor:
-        return self.batch[self.at]
+        return self.batch.tensor[self.at]
 
 
 def plain(value: Any) -> Any:

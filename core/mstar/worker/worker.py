@@ -12,9 +12,10 @@ from mstar.ipc.messages import Dead, Ready, Shutdown, Stats
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
+from mstar.worker.finish import Finished, Step, finish
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
-from mstar.worker.runner import Finished, Runner, Step
+from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
 
 log = logging.getLogger("mstar.worker")
@@ -85,7 +86,7 @@ class Worker:
         batch = self.schedule(is_running=pending is not None)
         launched = self.launch(batch) if batch is not None else None
         if pending is not None:
-            self.route(self.runner.finish(pending))
+            self.route(finish(pending, self.modules))
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was

@@ -1,0 +1,163 @@
+"""The host side of a step that has been launched: stops, counts, whole chunks, and what each task gave.
+
+Reads the step's outputs on the host, once per batch. Used by the runner and by the overlapped step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.errors import RequestError
+from mstar.plugin.graph import Method
+from mstar.worker.modules import Module, Modules
+from mstar.worker.scheduler import Batch
+from mstar.worker.state import Batched, Row, Work
+
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+@dataclass(slots=True)
+class Finished:
+    """What a batch gave: (work, output port -> value) for finished works, unfinished chunks, and failures."""
+
+    done: list[tuple[Work, dict[str, Any]]] = field(default_factory=list)
+    unfinished: list[Work] = field(default_factory=list)
+    failed: list[tuple[Work, Exception]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch that has been launched, and its outputs on the device."""
+
+    batch: Batch
+    outputs: dict[str, Any]
+    starts: list[int]
+    row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
+
+
+def finish(step: Step, modules: Modules) -> Finished:
+    """What the works of a step gave. Works that ended meanwhile leave no trace."""
+    works, result = step.batch.works, Finished()
+    module, method = modules[step.batch.key[0]], works[0].op.method
+    _learn(step, module)
+    ending: list[tuple[int, Work]] = []
+    for i, work in enumerate(works):
+        work.scope.tenant.in_flight -= 1
+        work.undo = None
+        if work.is_cancelled or work.request.is_dead:
+            continue
+        if not work.is_rebuild:
+            _keep_token_outputs(step, method, i, work)
+        if work.is_rebuild or not work.is_last:
+            _advance_chunk(work, result)
+        else:
+            ending.append((i, work))
+    batched = {n: Batched(v) for n, v in step.outputs.items() if isinstance(v, Tensor)}
+    given = _call_hook(step, module, method, ending, result) if method.name in module.finish and ending else {}
+    for i, work in ending:
+        if i not in given and method.name in module.finish:
+            continue  # its hook raised
+        values = _values(step, method, i, work, batched)
+        if given.get(i):
+            values.update(given[i])
+        result.done.append((work, values))
+    return result
+
+
+def _learn(step: Step, module: Module) -> None:
+    """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
+    if step.row_ids is None or module.pool is None:
+        return
+    for work, written in zip(step.batch.works, step.row_ids.tolist(), strict=True):
+        sequence = work.sequence
+        is_late = work.is_cancelled or work.request.is_dead
+        if not is_late and sequence is not None and len(sequence.ids) == work.length:
+            module.pool.learn(sequence, [written])
+
+
+def _call_hook(
+    step: Step, module: Module, method: Method, ending: list[tuple[int, Work]], result: Finished
+) -> dict[int, dict[str, Any]]:
+    """Index -> what `finish_<method>` put in place of the outputs. A task for which it raises fails alone.
+
+    Nodes without host state get the batch in one call; if it raises, or if there is state that a second call would
+    change again, they get task by task.
+    """
+    hook, host = module.finish[method.name], _on_host(step, method)
+    given: dict[int, dict[str, Any]] = {}
+    if module.node.host_state is None:
+        whole = len(ending) == len(step.batch.works)
+        rows = host if whole else {name: _pick(value, [i for i, _ in ending]) for name, value in host.items()}
+        try:
+            own = hook([work for _, work in ending], rows) or {}
+            return {i: {name: values[at] for name, values in own.items()} for at, (i, _) in enumerate(ending)}
+        except Exception:  # noqa: BLE001  # found out below whose fault it was
+            for _, work in ending:
+                work.stop_reason, work.error, work.counts = None, None, {}
+    for i, work in ending:
+        try:
+            own = hook([work], {name: value[i : i + 1] for name, value in host.items()}) or {}
+            given[i] = {name: values[0] for name, values in own.items()}
+        except Exception as error:  # noqa: BLE001  # attributed to the request
+            result.failed.append((work, explain(error)))
+    return given
+
+
+def _pick(value: Any, index: list[int]) -> Any:
+    return value[index] if isinstance(value, Tensor) else [value[i] for i in index]
+
+
+def _on_host(step: Step, method: Method) -> dict[str, Any]:
+    rows = [port.name for port in method.outputs if port.layout != "tokens"]
+    outputs = {name: step.outputs[name] for name in rows if step.outputs[name] is not None}
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+
+
+def _advance_chunk(work: Work, result: Finished) -> None:
+    work.token_start += work.num_tokens
+    work.is_first = False
+    if work.token_start < work.total:
+        result.unfinished.append(work)
+    else:
+        result.done.append((work, {}))
+
+
+def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
+    for port in method.outputs:
+        value = step.outputs[port.name]
+        if port.layout == "tokens" and value is not None:
+            piece = value[step.starts[i] : step.starts[i + 1]]
+            work.token_outputs.setdefault(port.name, []).append(piece)
+
+
+def _values(step: Step, method: Method, i: int, work: Work, batched: dict[str, Batched]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for port in method.outputs:
+        value = step.outputs[port.name]
+        if value is None:
+            values[port.name] = None
+        elif port.layout == "rows":
+            values[port.name] = Row(batched[port.name], i)
+        elif port.layout == "item":
+            values[port.name] = value[i]
+        else:
+            pieces = work.token_outputs.pop(port.name)
+            values[port.name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return values
+
+
+def explain(error: Exception) -> Exception:
+    """Memory that ran out is the server's state, not the request's fault: 503, and which memory."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in _OUT_OF_MEMORY):
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        return RequestError(
+            f"the device ran out of memory in one step: {reason}; lower --max-num-seqs or the request's size",
+            status=503,
+            code="out_of_memory",
+        )
+    return error

@@ -1,0 +1,391 @@
+"""Scenarios on the echo plugin: the real engine and worker in this process, every message encoded on its way.
+
+One engine per setting, shared by all tests; each test must leave it as it found it (`Served.assert_clean`). What a
+request must give is the oracle's word (`mstar_plugin_echo.oracle`), never another run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from mstar_plugin_echo.oracle import Expected, SessionMemory, expected, make_request
+from mstar_plugin_echo.reference import Model
+from torch import Tensor
+
+from mstar.config import EngineConfig
+from mstar.errors import RequestError
+from mstar.ipc.channel import memory_channel
+from mstar.ipc.tensors import tensor_bytes
+from mstar.plugin import checkpoint, loader
+from mstar.plugin.graph import Graph
+from mstar.plugin.processor import Processor
+from mstar.plugin.spec import Limits, ModelSpec, load_object
+from mstar.plugin.validate import validate
+from mstar.server.engine import Engine, RequestHandle
+from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
+from mstar.types import AudioChunk, Chunk, Request, TensorChunk, TextChunk
+from mstar.worker.worker import Worker
+
+KV_TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32
+
+
+def kv_tokens(count: int) -> int:
+    return count * KV_TOKEN_BYTES
+
+
+SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 96}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "chunked": {"max_num_batched_tokens": 7, "block_size": 4},
+    "no_prefix_cache": {"enable_prefix_caching": False},
+    "batch_invariant": {"batch_invariant": True},
+    "few_rows": {"max_num_seqs": 3, "max_queue": 1000},
+    "swap": {**SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96)},
+    "recompute": {**SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96), "swap_space_bytes": 0},
+    "overlap": {"overlap": True},
+    "overlap_chunked": {"overlap": True, "max_num_batched_tokens": 7, "block_size": 4},
+    "overlap_swap": {"overlap": True, **SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96)},
+}
+WAIT_S = 60.0
+
+
+# ---- requests and answers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: what the client sends, and what the oracle is asked."""
+
+    task: str
+    inputs: tuple[Any, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    session: str | None = None
+
+    def wire(self) -> GenerateRequest:
+        inputs = [_wire_input(value) for value in self.inputs]
+        return GenerateRequest(
+            task=self.task, inputs=inputs, params=self.params, seed=self.seed, session=self.session
+        )
+
+    def request(self, *, resumed: bool = False) -> Request:
+        more = {"seed": self.seed, "session": self.session, "resumed": resumed}
+        return make_request(self.task, *self.inputs, **more, **self.params)
+
+    def __str__(self) -> str:
+        return f"{self.task}({', '.join(map(_short, self.inputs))}, seed={self.seed}, {self.params})"
+
+
+def _wire_input(value: Any) -> Input:
+    if isinstance(value, str):
+        return TextInput(text=value)
+    if isinstance(value, list):
+        return TokensInput(ids=value)
+    name, tensor = value
+    data = binascii.b2a_base64(tensor_bytes(tensor), newline=False).decode()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorInput(name=name, tensor=TensorValue(dtype=dtype, shape=list(tensor.shape), data=data))
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:30] if isinstance(value, str | list) else value[0]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request gave, as far as it came."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    result: Any = None
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        return [i for c in self.chunks if isinstance(c, TextChunk) and c.index == index for i in c.token_ids]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(c.text for c in self.chunks if isinstance(c, TextChunk) and c.index == index)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        for chunk in self.chunks:
+            if isinstance(chunk, TensorChunk):
+                parts.setdefault(f"{chunk.name}-{chunk.index}" if chunk.index else chunk.name, []).append(chunk.tensor)
+        return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
+
+    @property
+    def samples(self) -> Tensor:
+        waves = [torch.from_numpy(chunk.samples) for chunk in self.chunks if isinstance(chunk, AudioChunk)]
+        return torch.cat(waves) if waves else torch.zeros(0)
+
+    def everything(self) -> dict[str, Any]:
+        """All that must not depend on settings, in comparable form (chunk borders left out)."""
+        indices = sorted({chunk.index for chunk in self.chunks if isinstance(chunk, TextChunk)})
+        return {
+            "ids": {index: self.token_ids(index) for index in indices},
+            "texts": {index: self.text(index) for index in indices},
+            "tensors": {
+                name: tensor.tolist() if not tensor.is_floating_point() else [round(v, 3) for v in tensor.flatten().tolist()]
+                for name, tensor in self.tensors.items()
+            },
+            "samples": [round(value, 6) for value in self.samples.tolist()],
+            "reasons": dict(self.result.indices),
+            "usage": dict(self.result.usage),
+            "counts": dict(self.result.counts),
+            "counters": dict(self.result.counters),
+        }
+
+
+def differences(answer: Answer, right: Expected, request: Request) -> list[str]:
+    """How an answer differs from the oracle's; empty if it is right."""
+    found: list[str] = []
+
+    def compare(what: str, got: Any, wanted: Any) -> None:
+        if got != wanted:
+            found.append(f"{what}: {got!r}, expected {wanted!r}")
+
+    if "text" in request.outputs:
+        for index, ids in right.texts.items():
+            compare(f"ids {index}", answer.token_ids(index), ids)
+            compare(f"text {index}", answer.text(index), right.text(index))
+    if "tensors" in request.outputs:
+        compare("tensors", sorted(answer.tensors), sorted(right.tensors))
+        for name, wanted in right.tensors.items():
+            got = answer.tensors.get(name)
+            if got is None or got.shape != wanted.shape or not torch.allclose(got.float(), wanted.float(), atol=1e-4):
+                found.append(f"tensor {name}: {got}, expected {wanted}")
+    if right.audio is not None:
+        got, wanted = answer.samples, right.audio
+        if got.shape != wanted.shape or not torch.allclose(got, wanted, atol=1e-5):
+            found.append(f"samples: {got}, expected {wanted}")
+    if right.reasons:
+        compare("finish reasons", answer.result.indices, right.reasons)
+    compare("counters", dict(answer.result.counters), dict(right.counters))
+    if request.task == "generate":
+        compare("completion_tokens", answer.result.usage["completion_tokens"], sum(map(len, right.texts.values())))
+    return found
+
+
+class Oracle:
+    """The right answers, worked out once."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self._known: dict[str, Expected] = {}
+
+    def expected(self, ask: Ask, *, memory: SessionMemory | None = None, resumed: bool = False) -> Expected:
+        if memory is not None:
+            return expected(ask.request(resumed=resumed), model=self.model, session=memory)
+        key = f"{ask.task} {ask.inputs} {ask.seed} {ask.params}"
+        if key not in self._known:
+            self._known[key] = expected(ask.request(), model=self.model)
+        return self._known[key]
+
+    def check(self, ask: Ask, answer: Answer) -> None:
+        wrong = differences(answer, self.expected(ask), ask.request())
+        assert not wrong, f"{ask}: " + "; ".join(wrong)
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------
+
+
+class Served:
+    """An engine and its worker; the engine's event loop runs in a thread of its own, so that tests are plain code."""
+
+    def __init__(self, oracle: Oracle, settings: dict[str, Any]) -> None:
+        self.oracle = oracle
+        self.config = EngineConfig(plugin="echo", **settings)
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop_thread.start()
+        spec, graph, self.worker, self.engine = self._build()
+        self._worker_thread = threading.Thread(target=self.worker.run, daemon=True)
+        self._worker_thread.start()
+        self.run(self.engine.start())
+
+    def _build(self) -> tuple[ModelSpec, Graph, Worker, Engine]:
+        spec = loader.load("echo").spec
+        found = checkpoint.resolve(spec, self.config.model, parts={})
+        graph = spec.graph(found.config)
+        validate(graph, spec)
+        engine_end, worker_end = memory_channel(check=True)
+
+        def make_processor(limits: Limits) -> Processor:
+            made: Processor = load_object(spec.processor, plugin=spec.name)(found, limits)
+            return made
+
+        async def make_engine() -> Engine:
+            return Engine(spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=engine_end)
+
+        return spec, graph, Worker(spec, graph, found, self.config, worker_end), self.run(make_engine())
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self._worker_thread.join(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(10)
+        assert not self._worker_thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, Any], *, timeout_s: float = WAIT_S) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    # ---- asking ---------------------------------------------------------------------------------------------
+
+    async def answer(self, ask: Ask, *, after_s: float = 0.0, abort_after: int | None = None) -> Answer:
+        """Send a request and wait for its end. `abort_after`: hang up after so many chunks (0: at once)."""
+        await asyncio.sleep(after_s)
+        handle = await self.engine.submit(ask.wire())
+        answer = Answer()
+        if abort_after == 0:
+            handle.abort()
+        async for chunk in handle:
+            answer.chunks.append(chunk)
+            if len(answer.chunks) == abort_after:
+                handle.abort()
+        answer.result = handle.result
+        return answer
+
+    async def submit(self, ask: Ask) -> RequestHandle:
+        return await self.engine.submit(ask.wire())
+
+    def ask(self, ask: Ask, **how: Any) -> Answer:
+        return self.run(self.answer(ask, **how))
+
+    def ask_all(self, asks: list[Ask], *, stagger_s: float = 0.0, timeout_s: float = WAIT_S) -> list[Any]:
+        """Ask all at once, or one every `stagger_s`; answers, and errors in their place."""
+
+        async def gather() -> list[Any]:
+            works = [self.answer(ask, after_s=stagger_s * number) for number, ask in enumerate(asks)]
+            return await asyncio.gather(*works, return_exceptions=True)
+
+        return self.run(gather(), timeout_s=timeout_s)
+
+    def check_all(self, asks: list[Ask], *, stagger_s: float = 0.0) -> None:
+        """Ask all together; every answer must be the oracle's."""
+        for ask, answer in zip(asks, self.ask_all(asks, stagger_s=stagger_s), strict=True):
+            assert isinstance(answer, Answer), f"{ask}: {answer!r}"
+            self.oracle.check(ask, answer)
+
+    # ---- afterwards -----------------------------------------------------------------------------------------
+
+    def settle(self, *, timeout_s: float = 20.0) -> None:
+        """Wait until no request is left on either side and the worker has nothing to do."""
+        deadline = time.monotonic() + timeout_s
+        router = self.worker.router
+        while self.engine.num_active or self.engine.state.num_running or router.requests or self._is_busy():
+            assert time.monotonic() < deadline, f"left over: {[r.info.task for r in router.requests.values()]}"
+            assert self.engine.state.dead is None, self.engine.state.dead
+            time.sleep(0.002)
+
+    def _is_busy(self) -> bool:
+        return self.worker.scheduler.has_work or self.worker.is_running
+
+    def assert_clean(self, *, sessions: int = 0) -> None:
+        """Nothing is left of any request: pages, slot rows, swapped images, queues, sessions."""
+        self.settle()
+        self.worker.check_integrity()
+        holdings, modules = self.worker.router.holdings, self.worker.modules
+        assert self.engine.state.dead is None
+        assert len(holdings.sessions) == sessions
+        if sessions:
+            return
+        assert not list(holdings.tenants())
+        assert modules.swap_space.used_bytes == 0
+        for module in modules.by_name.values():
+            assert module.slots.num_used == 0, f"{module.name} has {module.slots.num_used} rows left"
+            assert module.pool is None or module.pool.num_used == 0, f"{module.name} has pages left"
+            for name, sampler in module.slots.samplers.items():
+                assert not any(sampler._users.values()), f"sampler {name} remembers rows"
+                assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
+        assert self.engine.num_active == 0
+
+
+# ---- fixtures -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.getLogger("mstar").setLevel(logging.CRITICAL)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def engines(oracle: Oracle) -> Iterator[Callable[[str], Served]]:
+    """Engines by the name of their setting, started at first use and kept to the end."""
+    started: dict[str, Served] = {}
+
+    def get(name: str) -> Served:
+        if name not in started:
+            started[name] = Served(oracle, SETTINGS[name])
+        return started[name]
+
+    yield get
+    for served in started.values():
+        served.close()
+
+
+@pytest.fixture(params=list(SETTINGS))
+def served(engines: Callable[[str], Served], request: pytest.FixtureRequest) -> Iterator[Served]:
+    """An engine of every setting in turn, clean before and after."""
+    found = engines(request.param)
+    yield found
+    found.assert_clean()
+
+
+@pytest.fixture(params=["default", "overlap"])
+def both(engines: Callable[[str], Served], request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The plain and the overlapped engine."""
+    found = engines(request.param)
+    yield found
+    found.assert_clean()
+
+
+@pytest.fixture
+def fresh(oracle: Oracle) -> Iterator[Callable[..., Served]]:
+    """Engines with settings of the test's own."""
+    started: list[Served] = []
+
+    def start(**settings: Any) -> Served:
+        started.append(Served(oracle, settings))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., Ask]:
+    """`make(task, *inputs, seed=0, session=None, **params)`: an `Ask`."""
+
+    def build(task: str, *inputs: Any, seed: int = 0, session: str | None = None, **params: Any) -> Ask:
+        return Ask(task, inputs, params, seed, session)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def error_of() -> Callable[[Any], RequestError]:
+    """The RequestError an answer turned out to be."""
+
+    def get(answer: Any) -> RequestError:
+        assert isinstance(answer, RequestError), f"expected an error, got {answer!r}"
+        return answer
+
+    return get
