@@ -134,7 +134,8 @@ def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert entry is not None
     assert x.dtype == weight.dtype, f"input is {x.dtype}, weight {weight.dtype}"
     width, depth = weight.shape
-    x, weight = x.contiguous(), weight.contiguous()
+    assert bias is None or bias.dtype == x.dtype, f"input is {x.dtype}, bias {bias.dtype}"
+    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     rows = x.numel() // depth
     out = x.new_empty((*x.shape[:-1], width))
     scratch = torch.empty(min(rows, _BLOCK_ROWS) * depth)

@@ -6,7 +6,7 @@ walks to flat programs, `plugin.draw` prints it. Nothing here runs a model or kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -358,8 +358,13 @@ def children(section: Section) -> tuple[Any, ...]:
     return ()
 
 
+def sections(section: Section) -> Iterator[Section]:
+    """A section and every section inside it, in order."""
+    yield section
+    for child in children(section):
+        yield from sections(child)
+
+
 def calls(section: Section) -> list[Call]:
     """Every call inside a section, in order."""
-    if isinstance(section, Call):
-        return [section]
-    return [call for child in children(section) for call in calls(child)]
+    return [found for found in sections(section) if isinstance(found, Call)]

@@ -20,7 +20,7 @@ from mstar.config import EngineConfig
 from mstar.errors import PluginError
 from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend
 from mstar.layers.sampling import sample, unsample
-from mstar.plugin.graph import Method, Port
+from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.worker.finish import Finished, Step, explain, finish
 from mstar.worker.modules import Module, Modules
@@ -47,6 +47,7 @@ class Runner:
         self.backend: AttentionBackend = choose_backend(modules.device, config.attention_backend)
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
+        self.overlap = config.overlap
         self.method_s: dict[str, list[float]] = {}
 
     def run(self, batch: Batch) -> Finished:
@@ -75,10 +76,9 @@ class Runner:
         method = works[0].op.method
         plan = self._prepare(module, method_name, works)
         layout = _BatchLayout(method, works, align=self.align)
-        context = self._context(module, method, works, plan, layout)
-        inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
         draws: Draws = []
-        context.sample = self._sampler(module, works, layout, draws)
+        context = self._context(module, method, works, plan, layout, draws)
+        inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
         saved = module.slots.save(context.rows) if module.slots.tensors else None
         started = time.perf_counter()
         try:
@@ -94,7 +94,8 @@ class Runner:
         row_ids = inputs[ids_port][: len(works)] if ids_port is not None else None
         for index, work in enumerate(works):
             work.scope.tenant.in_flight += 1
-            work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
+            if self.overlap:
+                work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
         return Step(batch, outputs, layout.starts, row_ids)
 
     def _prepare(self, module: Module, method: str, works: list[Work]) -> Plan:
@@ -105,28 +106,33 @@ class Runner:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
         return hook(works) or _EMPTY_PLAN
 
-    def _context(self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout) -> Context:
-        padding = [0] * layout.num_padding
+    def _context(
+        self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, draws: Draws
+    ) -> Context:
         device = self.device
+        numbers = np.zeros((5, layout.num_rows), dtype=np.int64)  # one copy to the device for all of them
+        numbers[:4, : len(works)] = [
+            [work.row for work in works],
+            [work.iteration for work in works],
+            [work.draw_key for work in works],
+            [work.row if work.is_last else 0 for work in works],  # rows that do not end here draw on scratch
+        ]
+        np.maximum(layout.query_starts[1:] - 1, 0, out=numbers[4])
+        rows, iteration, draw_keys, draw_rows, last_tokens = torch.from_numpy(numbers).to(device).unbind(0)
         context = Context(
             num_rows=layout.num_rows,
-            query_starts=None,  # type: ignore[arg-type]  # set below
-            last_tokens=None,  # type: ignore[arg-type]
-            positions=None,  # type: ignore[arg-type]
-            rows=torch.tensor([w.row for w in works] + padding, device=device),
-            iteration=torch.tensor([w.iteration for w in works] + padding, device=device),
-            draw_keys=torch.tensor([w.draw_key for w in works] + padding, device=device),
-            sample=None,  # type: ignore[arg-type]
+            query_starts=torch.from_numpy(layout.query_starts).to(device),
+            last_tokens=last_tokens,
+            positions=self._positions(works, plan, layout),
+            rows=rows,
+            iteration=iteration,
+            draw_keys=draw_keys,
+            sample=partial(_draw, module, draw_rows, draws),
             slots=module.slots.tensors,
             plan={name: self._padded(tensor.to(device), works, layout) for name, tensor in plan.tensors.items()},
         )
         if method.kv is not None:
-            self._attach_kv(context, module, method, works, layout)
-        else:
-            context.query_starts = torch.from_numpy(layout.query_starts).to(device)
-        last = np.maximum(layout.query_starts[1:].astype(np.int64) - 1, 0)
-        context.last_tokens = torch.from_numpy(last).to(device)
-        context.positions = self._positions(works, plan, layout)
+            context.kv = self._kv_batch(module, method.kv, works, layout)
         return context
 
     @staticmethod
@@ -137,11 +143,9 @@ class Runner:
             return _repeat_last(tensor, size - tensor.shape[0])
         return tensor
 
-    def _attach_kv(
-        self, context: Context, module: Module, method: Method, works: list[Work], layout: _BatchLayout
-    ) -> None:
-        pool, kv = module.pool, method.kv
-        assert pool is not None and kv is not None
+    def _kv_batch(self, module: Module, kv: KV, works: list[Work], layout: _BatchLayout) -> KVBatch:
+        pool = module.pool
+        assert pool is not None
         table = pool.page_table([w.sequence for w in works if w.sequence is not None])
         lengths = np.zeros(layout.num_rows, dtype=np.int32)
         lengths[: len(works)] = [w.length for w in works]
@@ -165,8 +169,7 @@ class Runner:
             spans=spans,
             batch_invariant=self.batch_invariant,
         )
-        context.query_starts = attention.query_starts
-        context.kv = KVBatch(attention, pool.keys, pool.values, self.backend)
+        return KVBatch(attention, pool.keys, pool.values, self.backend)
 
     def _positions(self, works: list[Work], plan: Plan, layout: _BatchLayout) -> Tensor:
         if plan.positions is not None:
@@ -180,19 +183,6 @@ class Runner:
             )
         whole = starts.astype(np.int64)
         return torch.from_numpy(whole if (whole == starts).all() else starts.astype(np.float32)).to(self.device)
-
-    def _sampler(self, module: Module, works: list[Work], layout: _BatchLayout, draws: list[Any]) -> Any:
-        """`ctx.sample`: rows that do not end here draw on the scratch row."""
-
-        def draw(name: str, logits: Tensor) -> Tensor:
-            rows = [w.row if w.is_last else 0 for w in works] + [0] * layout.num_padding
-            index = torch.tensor(rows, device=self.device)
-            state = module.slots.samplers[name]
-            ids = sample(logits, state, index)
-            draws.append((name, index, ids))
-            return ids
-
-        return draw
 
     # ---- collate and split ------------------------------------------------------------------------------
 
@@ -350,6 +340,13 @@ class _BatchLayout:
         self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
         np.cumsum(self.query_lens, out=self.query_starts[1:])
         self.num_tokens = int(self.query_starts[-1])
+
+
+def _draw(module: Module, rows: Tensor, draws: Draws, name: str, logits: Tensor) -> Tensor:
+    """`ctx.sample`: remembers what it drew, so that it can be taken back."""
+    ids = sample(logits, module.slots.samplers[name], rows)
+    draws.append((name, rows, ids))
+    return ids
 
 
 def _repeat_last(batch: Tensor, times: int) -> Tensor:

@@ -1,0 +1,610 @@
+"""Checks a graph (and its spec) before anything runs: every problem at once, each naming node, port, walk or stream.
+
+Runs at start-up in the server and in `mstar graph`; imports no torch. What only a request can tell (the values of
+fields, what a `Processor` encodes, which keys the items of an `Each` hold) is not checked here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import get_args
+
+from mstar.config import suggest
+from mstar.errors import PluginError
+from mstar.plugin.graph import (
+    KV,
+    Alias,
+    Call,
+    Drop,
+    DynamicLoop,
+    Each,
+    Fixed,
+    Fork,
+    Graph,
+    Layout,
+    LeftContext,
+    Loop,
+    Method,
+    Node,
+    Parallel,
+    Port,
+    Section,
+    Sequential,
+    Size,
+    SlidingWindow,
+    Stream,
+    Walk,
+    When,
+    Whole,
+    calls,
+    sections,
+)
+from mstar.plugin.program import ending_streams, written
+from mstar.plugin.spec import ModelSpec
+from mstar.plugin.states import Start, States, Then
+
+_FLOATS = ("float", "float64", "float32", "float16", "bfloat16")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+_DTYPES = (*_FLOATS, *_INTEGERS, "bool")
+# policy -> its sizes, and the least each may be
+_SIZES = {
+    Fixed: {"size": 1},
+    SlidingWindow: {"window": 1, "stride": 1},
+    LeftContext: {"size": 1, "context": 0},
+    Whole: dict[str, int](),
+}
+_WIRING = {"inputs": "input", "receives": "input", "outputs": "output", "sends": "output", "emits": "output"}
+
+
+def validate(graph: Graph, spec: ModelSpec | None = None) -> None:
+    """Raise PluginError with every problem of `graph`; with `spec`, also where spec and graph disagree."""
+    report = _Report()
+    _check(graph, spec, report)
+    if problems := report.problems:
+        owner = f"plugin {spec.name!r}: " if spec else ""
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise PluginError(f"{owner}the graph has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _check(graph: Graph, spec: ModelSpec | None, report: _Report) -> None:
+    report.require_distinct("node", [n.name for n in graph.nodes])
+    report.require_distinct("walk", [w.name for w in graph.walks])
+    report.require_distinct("stream", [s.name for s in graph.streams])
+    for node in graph.nodes:
+        _check_node(node, report)
+    _check_shared_modules(graph, report)
+    flow = _Flow(graph)
+    for walk in graph.walks:
+        flow.follow(walk, report)
+    tasks = dict.fromkeys([*(spec.tasks if spec else ()), *_named_tasks(graph.states)]) or (None,)
+    lanes = {task: _lanes(graph.states, task) for task in tasks}
+    _check_states(graph, lanes, report)
+    for stream in graph.streams:
+        at = report.at(f"stream {stream.name!r}")
+        _check_policy(stream, at)
+        _check_ends(flow.senders[stream.name], flow.receivers[stream.name], lanes, at)
+    _check_edges(graph, flow, lanes, report)
+    if spec is not None:
+        _check_spec(graph, spec, lanes, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The problems found so far, each once; `place` says where those to come are."""
+
+    problems: dict[str, None] = field(default_factory=dict)
+    place: str = ""
+
+    def at(self, place: str) -> _Report:
+        return _Report(self.problems, f"{self.place}{place}: ")
+
+    def require(self, holds: object, problem: str) -> None:
+        if not holds:
+            self.problems[self.place + problem] = None
+
+    def require_known(self, name: str, known: Iterable[str], problem: str) -> bool:
+        names = list(known)
+        self.require(name in names, f"{problem} {name!r}{suggest(name, names)}")
+        return name in names
+
+    def require_distinct(self, kind: str, names: Collection[str]) -> None:
+        for name in dict.fromkeys(names):
+            times = list(names).count(name)
+            self.require(times == 1, f"{kind} {name!r} is declared {times} times")
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------
+
+
+def _check_node(node: Node, report: _Report) -> None:
+    at = report.at(f"node {node.name!r}")
+    at.require(node.name.isidentifier(), "its name must be an identifier, so that 'node.method' can name its methods")
+    at.require_distinct("method", [m.name for m in node.methods])
+    for method in node.methods:
+        at = report.at(f"{node.name}.{method.name}")
+        at.require(method.name.isidentifier(), "the name of a method must be an identifier")
+        if method.max_batch is not None:
+            at.require(method.max_batch >= 1, f"max_batch is {method.max_batch}; it must be at least 1")
+        for side, ports in (("input", method.inputs), ("output", method.outputs)):
+            at.require_distinct(f"{side} port", [p.name for p in ports])
+            for port in ports:
+                _check_port(port, at.at(f"{side} port {port.name!r}"))
+        for port in method.outputs:
+            wrong = f"output port {port.name!r} is of layout tokens, but no input is; use layout item"
+            at.require(port.layout != "tokens" or method.has_tokens, wrong)
+        if method.kv is not None:
+            _check_kv(method, method.kv, at)
+
+
+def _check_port(port: Port, at: _Report) -> None:
+    is_keyword = port.name.isidentifier() and port.name not in ("self", "ctx")
+    at.require(is_keyword, "the name must be an identifier other than self and ctx, for it is a keyword of the method")
+    at.require_known(port.layout, get_args(Layout), "unknown layout")
+    at.require_known(port.dtype, _DTYPES, "unknown dtype")
+    wrong = f"shape {port.shape} must hold positive integers; use shape=None for a shape that varies"
+    at.require(all(isinstance(size, int) and size > 0 for size in port.shape or ()), wrong)
+
+
+def _check_kv(method: Method, kv: KV, at: _Report) -> None:
+    at.require(kv.label, "its KV label is empty")
+    at.require_known(kv.attention, ("causal", "full"), "unknown attention")
+    at.require(kv.tokens >= 1, f"KV tokens is {kv.tokens}; it must be at least 1")
+    at.require(kv.write or kv.ids is None, "KV ids is set, but the method writes nothing (write=False)")
+    for role, name, layouts, dtypes, wanted in (
+        ("spans", kv.spans, ("item",), ("int64",), "item int64, (n, 2)"),
+        ("ids", kv.ids, ("tokens", "rows"), _INTEGERS, "integer tokens or rows"),
+    ):
+        if name is not None:
+            at.require_known(name, [p.name for p in method.inputs], f"KV {role} names no input port:")
+        if name is not None and (port := method.input(name)):
+            wrong = f"KV {role}: port {name!r} is {port.layout} {port.dtype}; it must be {wanted}"
+            at.require(port.layout in layouts and port.dtype in dtypes, wrong)
+    if kv.rebuild:
+        ids = method.input(kv.ids or "")
+        at.require(ids and ids.layout == "tokens", "rebuild needs KV ids to name a port of layout tokens")
+        for port in method.inputs:
+            wrong = f"rebuild runs from ids alone, so input port {port.name!r} must be optional"
+            at.require(port.optional or port.name == kv.ids, wrong)
+
+
+def _check_shared_modules(graph: Graph, report: _Report) -> None:
+    """Nodes of one module batch together: a method must mean the same to all of them, but for its KV label."""
+    seen: dict[tuple[str, str], tuple[str, Method]] = {}
+    rebuilders: dict[str, set[str]] = defaultdict(set)
+    for node in graph.nodes:
+        for method in node.methods:
+            if method.kv is not None and method.kv.rebuild:
+                rebuilders[node.module].add(method.name)
+            plain = replace(method, kv=replace(method.kv, label="")) if method.kv else method
+            first, other = seen.setdefault((node.module, method.name), (node.name, plain))
+            wrong = f"share module {node.module!r} but declare method {method.name!r} differently"
+            report.require(other == plain, f"nodes {first!r} and {node.name!r} {wrong}; only the KV label may differ")
+    for module, names in rebuilders.items():
+        wrong = f"methods {', '.join(sorted(names))} all have rebuild; only one may"
+        report.at(f"module {module!r}").require(len(names) == 1, wrong)
+
+
+def _mismatch(source: Port, target: Port) -> str | None:
+    """Why values of one port cannot be those of another, or None."""
+    if "item" in (source.layout, target.layout):
+        return None
+    if source.dtype != target.dtype and not {source.dtype, target.dtype} <= {*_FLOATS}:
+        return f"one is {source.dtype}, the other {target.dtype}"
+    if source.shape is None or target.shape is None:
+        return None
+    # of one task's value; "n" fits any size
+    one, other = (("n",) * (port.layout == "tokens") + port.shape for port in (source, target))
+    if len(one) == len(other) and all(a == b or "n" in (a, b) for a, b in zip(one, other, strict=True)):
+        return None
+    return f"one has shape ({', '.join(map(str, one))}), the other ({', '.join(map(str, other))})"
+
+
+# ---- walks ----------------------------------------------------------------------------------------------
+
+_IN_EACH = "is written only inside an Each; add it to its collect"
+_SKIPPED = "when a When is skipped"
+_NOT_YET = "in the first iteration of a loop that carries it, for nothing feeds it before"
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One end of a stream: `depth` Eaches around the call, and which branch it is in of each Parallel around it."""
+
+    walk: str
+    target: str
+    port: Port
+    depth: int
+    branches: tuple[tuple[int, int], ...]
+
+    def beside(self, other: _End) -> bool:
+        branches = dict(other.branches)
+        return self.walk == other.walk and any(branches.get(key, branch) != branch for key, branch in self.branches)
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """What a name stands for at some place of a walk.
+
+    Args:
+        port: the port that wrote it.
+        absent: when it can be absent.
+        hidden: why it cannot be read here, though it is written elsewhere.
+        missing: what to say of a name that cannot be read.
+        is_list: of collected values.
+        used: whether something has read it.
+    """
+
+    port: Port | None = None
+    absent: str = ""
+    hidden: str = ""
+    missing: str = ""
+    is_list: bool = False
+    used: bool = False
+
+
+@dataclass(slots=True)
+class _Scope:
+    """A place in a walk: what can be read there (`is_open`: any other name too), and the sections around it."""
+
+    walk: str
+    report: _Report
+    values: dict[str, _Value]
+    is_open: bool
+    depth: int = 0
+    branches: tuple[tuple[int, int], ...] = ()
+
+    def inner(self) -> _Scope:
+        return replace(self, values=dict(self.values))
+
+    def hide(self, names: Iterable[str], reason: str) -> None:
+        self.values |= {name: _Value(hidden=reason, missing=f": {name!r} {reason}") for name in names}
+
+    def read(self, name: str) -> _Value:
+        if name not in self.values:
+            readable = [known for known, value in self.values.items() if not value.hidden]
+            return _Value(missing="" if self.is_open else suggest(name, readable))
+        self.values[name].used = True
+        return self.values[name]
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Goes through walks once, section by section: what they name exists, and every port is fed where it is read."""
+
+    graph: Graph
+    senders: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
+    receivers: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
+    emitted: dict[str, tuple[str, Port]] = field(default_factory=dict)
+    labels: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        steps = [step for walk in self.graph.walks for step in sections(walk.section)]
+        self.labels |= {step.new for step in steps if isinstance(step, Fork | Alias)}
+        self.labels |= {m.kv.label for node in self.graph.nodes for m in node.methods if m.kv}
+
+    def follow(self, walk: Walk, report: _Report) -> None:
+        at = report.at(f"walk {walk.name!r}")
+        at.require_distinct("input", walk.inputs)
+        at.require_distinct("output", walk.outputs)
+        inside = calls(walk.section)
+        at.require(inside, "it calls no method")
+        # an unknown method could have written anything: its absence is one problem, not many
+        is_open = not all(self.graph.method(call.target) for call in inside)
+        scope = _Scope(walk.name, at, {name: _Value() for name in walk.inputs}, is_open)
+        self.visit(walk.section, scope)
+        for name in walk.outputs:
+            missing = scope.read(name).missing
+            at.require(not missing, f"nothing produces its output {name!r}{missing}")
+
+    def visit(self, section: Section, scope: _Scope) -> None:
+        if isinstance(section, Call):
+            self.call(section, scope)
+        elif isinstance(section, Sequential):
+            for child in section.sections:
+                self.visit(child, scope)
+        elif isinstance(section, Parallel):
+            self.parallel(section, scope)
+        elif isinstance(section, When):
+            self.when(section, scope)
+        elif isinstance(section, Each):
+            self.each(section, scope)
+        elif isinstance(section, Loop | DynamicLoop):
+            self.loop(section, scope)
+        elif isinstance(section, Fork | Alias | Drop):
+            self.kv_step(section, scope)
+        else:
+            scope.report.require(False, f"{section!r} is not a section")
+
+    def call(self, call: Call, scope: _Scope) -> None:
+        at = scope.report.at(call.target)
+        node, method = self.graph.node(call.node), self.graph.method(call.target)
+        if node is None:
+            at.require_known(call.node, [n.name for n in self.graph.nodes], "there is no node")
+        elif method is None:
+            at.require_known(call.method, [m.name for m in node.methods], f"node {node.name!r} has no method")
+        else:
+            self.wiring(call, method, scope, at)
+            for port in method.inputs:
+                if port.name not in call.receives:
+                    self.feed(call, port, scope, at)
+            scope.values |= {call.outputs.get(p.name, p.name): _Value(port=p) for p in method.outputs}
+
+    def wiring(self, call: Call, method: Method, scope: _Scope, at: _Report) -> None:
+        for kind, side in _WIRING.items():
+            ports = method.inputs if side == "input" else method.outputs
+            for name in getattr(call, kind):
+                at.require_known(name, [p.name for p in ports], f"{kind} names no {side} port:")
+        for name in call.receives:
+            at.require(name not in call.inputs, f"input port {name!r} is in both inputs and receives; feed it one way")
+        at.at("outputs").require_distinct("value", [call.outputs.get(p.name, p.name) for p in method.outputs])
+        streams = [s.name for s in self.graph.streams]
+        for kind, find, ends in (("sends", method.output, self.senders), ("receives", method.input, self.receivers)):
+            at.at(kind).require_distinct("stream", getattr(call, kind).values())
+            for name, stream in getattr(call, kind).items():
+                at.require_known(stream, streams, f"{kind} port {name!r}: there is no stream")
+                if port := find(name):
+                    end = _End(scope.walk, call.target, port, scope.depth, scope.branches)
+                    ends[stream] += [end] if end not in ends[stream] else []
+        for name, label in call.emits.items():
+            if port := method.output(name):
+                first, other = self.emitted.setdefault(label, (f"{call.target} {name}", port))
+                wrong = f"{first} emits under the same name and {_mismatch(other, port)}; use two names"
+                at.require(not _mismatch(other, port), f"emits {label!r} from output port {name!r}, but {wrong}")
+
+    def feed(self, call: Call, port: Port, scope: _Scope, at: _Report) -> None:
+        name = call.inputs.get(port.name, port.name)
+        value = scope.read(name)
+        where = f"input port {port.name!r}"
+        if value.missing:
+            is_wanted = value.hidden not in ("", _IN_EACH)  # at another time the port would see it
+            is_idle = port.optional and port.name not in call.inputs and not is_wanted
+            at.require(is_idle, f"{where} is not fed: no value {name!r} by then{value.missing}")
+        elif value.absent:
+            wrong = f"{name!r} is absent {value.absent}; make the port optional"
+            at.require(port.optional, f"{where} is not always fed: {wrong}")
+        elif value.port is not None:
+            wrong = _mismatch(value.port, port) or ""
+            at.require(not wrong, f"{where} does not fit the output port {value.port.name!r} that feeds it: {wrong}")
+
+    def parallel(self, section: Parallel, scope: _Scope) -> None:
+        written_by = [set(written(branch, self.graph)) for branch in section.sections]
+        results: dict[str, _Value] = {}
+        for index, branch in enumerate(section.sections):
+            others = set[str]().union(*(names for i, names in enumerate(written_by) if i != index))
+            for name in sorted(written_by[index] & others):
+                wrong = f"two branches of a Parallel write value {name!r}; rename one through outputs"
+                scope.report.require(False, wrong)
+            inner = scope.inner()
+            inner.branches += ((id(section), index),)
+            inner.hide(others - written_by[index], "is written by another branch of the same Parallel")
+            self.visit(branch, inner)
+            results |= {name: inner.values[name] for name in written_by[index]}
+        scope.values |= results
+
+    def when(self, section: When, scope: _Scope) -> None:
+        wrong = f"When {section.name}: the predicate {section.predicate!r} cannot be called"
+        scope.report.require(callable(section.predicate), wrong)
+        inner = scope.inner()
+        self.visit(section.section, inner)
+        for name in written(section.section, self.graph):
+            scope.values[name] = replace(inner.values[name], absent=_SKIPPED)
+
+    def each(self, section: Each, scope: _Scope) -> None:
+        if section.fork is not None:
+            scope.report.at("Each").require_known(section.fork, self.labels, "no method uses KV label")
+        at = scope.report.at(f"Each over {section.over!r}")
+        items = scope.read(section.over)
+        at.require(not items.missing, f"there is no such value by then{items.missing}")
+        at.require(not items.absent, f"the value is absent {items.absent}")
+        inner = scope.inner()
+        inner.depth += 1
+        inner.is_open = not items.is_list or scope.is_open  # an item may bring names of its own
+        inner.values[section.over] = _Value()
+        self.visit(section.section, inner)
+        body = written(section.section, self.graph)
+        scope.hide((name for name in body if scope.values.get(name, _Value(hidden="not yet")).hidden), _IN_EACH)
+        self.collect(section.collect, body, scope, at)
+
+    def loop(self, section: Loop | DynamicLoop, scope: _Scope) -> None:
+        inside = calls(section)
+        at = scope.report.at(f"{type(section).__name__} {section.name or f'of {inside[0].target if inside else None}'}")
+        self.count(section, scope, at)
+        body = written(section.section, self.graph)
+        carried = {name: scope.read(name) for name in section.carry}
+        carried = {name: _Value(absent=_NOT_YET) if value.missing else value for name, value in carried.items()}
+        for _ in range(2):  # the second time around, the carried values are those the body left behind
+            inner = scope.inner()
+            inner.hide({*body} - {*section.carry}, "is written later in the loop's body; add it to the loop's carry")
+            carried = {name: replace(value, used=False) for name, value in carried.items()}
+            inner.values |= carried
+            self.visit(section.section, inner)
+            for name, value in carried.items():
+                at.require_known(name, body, "its body does not write what it carries:")
+                wrong = f"it carries {name!r}, but its body writes that before reading it"
+                at.require(value.used or name not in body, wrong)
+            carried = {name: inner.values[name] for name in section.carry}
+        scope.values |= {name: inner.values[name] for name in body}
+        self.collect(section.collect, body, scope, at)
+
+    def count(self, section: Loop | DynamicLoop, scope: _Scope, at: _Report) -> None:
+        word, count = ("count", section.count) if isinstance(section, Loop) else ("limit", section.limit)
+        if isinstance(count, str):
+            scope.read(count)
+        elif count is not None:
+            at.require(count >= 1, f"its {word} is {count}; it must be at least 1")
+        else:
+            needed = "its body must receive a stream with after_end='end' (outside inner loops and Eaches)"
+            at.require(ending_streams(section.section, self.graph), f"it has no limit, so {needed}")
+
+    def collect(self, names: Mapping[str, str], body: list[str], scope: _Scope, at: _Report) -> None:
+        for name, target in names.items():
+            wrong = f"its body does not write {name!r}, which it collects{suggest(name, body)}"
+            at.require(name in body, wrong)
+            scope.values[target] = _Value(is_list=True)
+
+    def kv_step(self, step: Fork | Alias | Drop, scope: _Scope) -> None:
+        at = scope.report.at(type(step).__name__)
+        source = step.label if isinstance(step, Drop) else step.source
+        at.require_known(source, self.labels, "no method uses KV label")
+        if not isinstance(step, Drop):
+            wrong = f"{step.new!r} cannot be made from {source!r}; give the new sequence another name"
+            at.require(step.new and step.new != source, wrong)
+        if isinstance(step, Fork) and step.at is not None:
+            scope.read(step.at)
+
+
+# ---- states ---------------------------------------------------------------------------------------------
+
+_Lanes = Mapping[str | None, Mapping[str, set[str]]]
+"""Task -> walk -> lanes the walk may run on."""
+
+
+def _named_tasks(states: States) -> list[str]:
+    rules: list[Start | Then] = [*states.starts, *states.thens]
+    return [rule.task for rule in rules if rule.task is not None]
+
+
+def _lanes(states: States, task: str | None) -> dict[str, set[str]]:
+    """Walk -> lanes it may run on when a request has this task."""
+    lanes: dict[str, set[str]] = {}
+    edges = [(s.walk, {s.lane}) for s in states.starts if s.task in (None, task)]
+    while edges:
+        walk, found = edges.pop()
+        new = found - lanes.get(walk, set())
+        if new:
+            lanes.setdefault(walk, set()).update(new)
+            edges += [(t.walk, new) for t in states.thens if t.after == walk and t.task in (None, task)]
+    return lanes
+
+
+def _check_states(graph: Graph, lanes: _Lanes, report: _Report) -> None:
+    at, states, walks = report.at("states"), graph.states, [w.name for w in graph.walks]
+    at.require(states.starts, "no walk starts; add a Start")
+    for start in states.starts:
+        at.require_known(start.walk, walks, "Start names no walk:")
+    for then in states.thens:
+        at.require_known(then.walk, walks, "Then names no walk:")
+        at.require_known(then.after, walks, "Then after names no walk:")
+    for name in walks:
+        is_reached = any(name in running for running in lanes.values())
+        report.at(f"walk {name!r}").require(
+            is_reached, "no state reaches it; add a Start or a Then, or remove the walk"
+        )
+    rules: list[tuple[str, Start | Then]] = [(f"Start on lane {s.lane!r}", s) for s in states.starts]
+    rules += [(f"Then after {t.after!r}", t) for t in states.thens]
+    for (place, earlier), (other, later) in combinations(rules, 2):
+        is_always = place == other and earlier.when is None and earlier.task in (None, later.task)
+        wrong = f"{place}: walk {later.walk!r} is never taken, for {earlier.walk!r} always is"
+        at.require(not is_always, wrong)
+
+
+def _check_spec(graph: Graph, spec: ModelSpec, lanes: _Lanes, report: _Report) -> None:
+    at = report.at("spec")
+    modules = dict.fromkeys(node.module for node in graph.nodes)
+    for module in modules:
+        at.require_known(module, spec.nodes, "nodes has no path for module")
+    for module in spec.nodes:
+        wrong = f"nodes names module {module!r}, which no node of the graph has{suggest(module, modules)}"
+        at.require(module in modules, wrong)
+    for task in _named_tasks(graph.states):
+        wrong = f"there is no task {task!r} in the spec{suggest(task, spec.tasks)}"
+        report.at("states").require(task in spec.tasks, wrong)
+    for task in spec.tasks:
+        at.require(lanes[task], f"task {task!r} starts no walk; add a Start for it")
+
+
+# ---- streams --------------------------------------------------------------------------------------------
+
+
+def _check_policy(stream: Stream, at: _Report) -> None:
+    at.require_known(stream.after_end, ("end", "absent"), "unknown after_end")
+    policy, sizes = stream.policy, _SIZES.get(type(stream.policy))
+    known = ", ".join(kind.__name__ for kind in _SIZES)
+    at.require(sizes is not None, f"{policy!r} is no policy; known: {known}")
+    schedules = [
+        _schedule(getattr(policy, name), least=least, at=at, place=f"{type(policy).__name__} {name}")
+        for name, least in (sizes or {}).items()
+    ]
+    if isinstance(policy, SlidingWindow):
+        windows, strides = schedules
+        longest = max(len(windows), len(strides))
+        padded = [schedule + schedule[-1:] * (longest - len(schedule)) for schedule in schedules]
+        for window, stride in zip(*padded, strict=False):
+            wrong = f"stride {stride} is more than window {window}, so items would be skipped"
+            at.require(stride <= window, wrong)
+
+
+def _schedule(size: Size, *, least: int, at: _Report, place: str) -> tuple[int, ...]:
+    """A size as a schedule; empty if it is wrong, or only a request can tell."""
+    if isinstance(size, str):
+        at.require(size, f"{place} names no request field")
+        return ()
+    sizes = size if isinstance(size, tuple) else (size,)
+    at.require(sizes, f"{place} is an empty schedule; give at least one size")
+    wrong = [value for value in sizes if not isinstance(value, int) or value < least]
+    for value in wrong:
+        at.require(False, f"{place} is {value!r}; it must be an integer of at least {least}")
+    return () if wrong else sizes
+
+
+def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _Report) -> None:
+    at.require(senders, "no call sends on it")
+    at.require(receivers, "no call receives it")
+    walks = sorted({end.walk for end in receivers})
+    wrong = f"walks {', '.join(walks)} all receive it; a stream has one consumer, declare one for each"
+    at.require(len(walks) <= 1, wrong)
+    for side, ends in (("send on", senders), ("receive", receivers)):
+        for one, other in combinations(ends, 2):
+            wrong = f"walk {one.walk!r}: branches of one Parallel {side} it, in no defined order"
+            at.require(not one.beside(other), wrong)
+    for task, running in lanes.items():
+        subject = f"task {task!r} starts" if task else "states start"
+        is_fed = not senders or any(end.walk in running for end in senders)
+        for walk in walks:
+            wrong = f"{subject} walk {walk!r}, which would wait for it, but no walk that sends on it"
+            at.require(is_fed or walk not in running, wrong)
+
+
+def _check_edges(graph: Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> None:
+    """Each sender with each receiver: side by side, of one type, and as deep.
+
+    A child of an `Each` has its own cursor in a lane it feeds, so all streams of a lane must split it alike.
+    """
+    edges = [(s, one, other) for s in graph.streams for one in flow.senders[s.name] for other in flow.receivers[s.name]]
+    base = {walk.name: 0 for walk in graph.walks}  # Eaches around the cursors of a walk
+    for _ in graph.walks:  # a lane may feed another: settle them in order
+        for _, sender, receiver in edges:
+            base[receiver.walk] = max(0, base[sender.walk] + sender.depth - receiver.depth)
+    for stream, sender, receiver in edges:
+        at = report.at(f"stream {stream.name!r}")
+        one, other = sender.walk, receiver.walk
+        wrong = f"walk {one!r} both sends on and receives it; a stream joins walks that run side by side"
+        at.require(one != other, wrong)
+        shared = [(running[one], running[other]) for running in lanes.values() if {one, other} <= running.keys()]
+        is_one_lane = one != other and shared and all(a == b and len(a) == 1 for a, b in shared)
+        wrong = f"walks {one!r} and {other!r} both run on one lane, one after the other; use two lanes"
+        at.require(not is_one_lane, wrong)
+        is_present = stream.after_end == "end" or receiver.port.optional
+        wrong = (
+            f"input port {receiver.port.name!r} must be optional: it is absent once stream {stream.name!r} has ended"
+        )
+        report.at(f"walk {other!r}").at(receiver.target).require(is_present, wrong)
+        _check_items(sender, receiver, at)
+        sent, read = base[one] + sender.depth, base[other] + receiver.depth
+        wrong = (
+            f"{sender.target} in walk {one!r} sends inside {sent} Each, but {receiver.target} in walk {other!r} "
+            f"receives inside {read}; all that such a walk receives must come from the same depth"
+        )
+        at.require(sent == read, wrong)
+
+
+def _check_items(sender: _End, receiver: _End, at: _Report) -> None:
+    if receiver.port.layout == "item":
+        return
+    items = replace(receiver.port, layout=sender.port.layout, shape=None)  # a chunk may be shaped otherwise
+    wrong = _mismatch(sender.port, items)
+    ports = f"output port {sender.port.name!r} of {sender.target} does not fit input port {receiver.port.name!r}"
+    at.require(not wrong, f"{ports} of {receiver.target}: {wrong}")
