@@ -168,4 +168,4 @@ def test_the_tutorial_s_plugin_works_outside_the_checkout(tmp_path: Path) -> Non
         assert answer.returncode == 0, f"{shlex.join(command)}\n{answer.stderr[-3000:]}"
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["usage"]["prompt_tokens"] == 5
-    assert 1 <= len(result["outputs"][0]["token_ids"]) <= 8
+    assert 1 <= len(result["outputs"][0]["token_ids"]) <= 41

@@ -280,13 +280,11 @@ class Served:
         """Wait until no request is left on either side and the worker has nothing to do."""
         deadline = time.monotonic() + timeout_s
         router = self.worker.router
-        while self.engine.num_active or self.engine.state.num_running or router.requests or self._is_busy():
+        while self.engine.num_active or self.engine.state.num_running or router.requests:
             assert time.monotonic() < deadline, f"left over: {[r.info.task for r in router.requests.values()]}"
             assert self.engine.state.dead is None, self.engine.state.dead
             time.sleep(0.002)
-
-    def _is_busy(self) -> bool:
-        return self.worker.scheduler.has_work or self.worker.is_running
+        assert not self.worker.scheduler.has_work, [work.op.target for work in self.worker.scheduler.works()]
 
     def assert_clean(self, *, sessions: int = 0) -> None:
         """Nothing is left of any request: pages, slot rows, swapped images, queues, sessions."""

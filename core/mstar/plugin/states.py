@@ -44,7 +44,7 @@ class Start:
     when: Condition | None = None
 
     def applies(self, request: RequestView) -> bool:
-        return (self.task is None or self.task == request.task) and (self.when is None or self.when(request))
+        return _applies(self, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,12 @@ class Then:
     when: Condition | None = None
     step: str | None = None
 
-    applies = Start.applies
+    def applies(self, request: RequestView) -> bool:
+        return _applies(self, request)
+
+
+def _applies(rule: Start | Then, request: RequestView) -> bool:
+    return (rule.task is None or rule.task == request.task) and (rule.when is None or rule.when(request))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import get_args
 
@@ -21,15 +21,14 @@ from mstar.plugin.graph import (
     Drop,
     DynamicLoop,
     Each,
-    Fixed,
     Fork,
     Graph,
     Layout,
-    LeftContext,
     Loop,
     Method,
     Node,
     Parallel,
+    Policy,
     Port,
     Section,
     Sequential,
@@ -38,7 +37,6 @@ from mstar.plugin.graph import (
     Stream,
     Walk,
     When,
-    Whole,
     calls,
     sections,
 )
@@ -49,13 +47,6 @@ from mstar.plugin.states import Start, States, Then
 _FLOATS = ("float", "float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _DTYPES = (*_FLOATS, *_INTEGERS, "bool")
-# policy -> its sizes, and the least each may be
-_SIZES = {
-    Fixed: {"size": 1},
-    SlidingWindow: {"window": 1, "stride": 1},
-    LeftContext: {"size": 1, "context": 0},
-    Whole: dict[str, int](),
-}
 _WIRING = {"inputs": "input", "receives": "input", "outputs": "output", "sends": "output", "emits": "output"}
 
 
@@ -173,18 +164,13 @@ def _check_kv(method: Method, kv: KV, at: _Report) -> None:
 def _check_shared_modules(graph: Graph, report: _Report) -> None:
     """Nodes of one module batch together: a method must mean the same to all of them, but for its KV label."""
     seen: dict[tuple[str, str], tuple[str, Method]] = {}
-    rebuilders: dict[str, set[str]] = defaultdict(set)
     for node in graph.nodes:
         for method in node.methods:
-            if method.kv is not None and method.kv.rebuild:
-                rebuilders[node.module].add(method.name)
             plain = replace(method, kv=replace(method.kv, label="")) if method.kv else method
             first, other = seen.setdefault((node.module, method.name), (node.name, plain))
-            wrong = f"share module {node.module!r} but declare method {method.name!r} differently"
-            report.require(other == plain, f"nodes {first!r} and {node.name!r} {wrong}; only the KV label may differ")
-    for module, names in rebuilders.items():
-        wrong = f"methods {', '.join(sorted(names))} all have rebuild; only one may"
-        report.at(f"module {module!r}").require(len(names) == 1, wrong)
+            who = f"nodes {first!r} and {node.name!r} share module {node.module!r}"
+            what = f"declare method {method.name!r} differently; only the KV label may differ"
+            report.require(other == plain, f"{who} but {what}")
 
 
 def _mismatch(source: Port, target: Port) -> str | None:
@@ -193,13 +179,17 @@ def _mismatch(source: Port, target: Port) -> str | None:
         return None
     if source.dtype != target.dtype and not {source.dtype, target.dtype} <= {*_FLOATS}:
         return f"one is {source.dtype}, the other {target.dtype}"
-    if source.shape is None or target.shape is None:
+    one, other = _task_shape(source), _task_shape(target)
+    if one is None or other is None:
         return None
-    # of one task's value; "n" fits any size
-    one, other = (("n",) * (port.layout == "tokens") + port.shape for port in (source, target))
     if len(one) == len(other) and all(a == b or "n" in (a, b) for a, b in zip(one, other, strict=True)):
         return None
     return f"one has shape ({', '.join(map(str, one))}), the other ({', '.join(map(str, other))})"
+
+
+def _task_shape(port: Port) -> tuple[int | str, ...] | None:
+    """The shape of one task's value, "n" where any size fits; None: any."""
+    return ("n", *port.shape) if port.layout == "tokens" and port.shape is not None else port.shape
 
 
 # ---- walks ----------------------------------------------------------------------------------------------
@@ -231,18 +221,14 @@ class _Value:
     Args:
         port: the port that wrote it.
         absent: when it can be absent.
-        hidden: why it cannot be read here, though it is written elsewhere.
-        missing: what to say of a name that cannot be read.
+        missing: what to say of a name that cannot be read here.
         is_list: of collected values.
-        used: whether something has read it.
     """
 
     port: Port | None = None
     absent: str = ""
-    hidden: str = ""
     missing: str = ""
     is_list: bool = False
-    used: bool = False
 
 
 @dataclass(slots=True)
@@ -260,14 +246,11 @@ class _Scope:
         return replace(self, values=dict(self.values))
 
     def hide(self, names: Iterable[str], reason: str) -> None:
-        self.values |= {name: _Value(hidden=reason, missing=f": {name!r} {reason}") for name in names}
+        self.values |= {name: _Value(missing=f": {name!r} {reason}") for name in names}
 
     def read(self, name: str) -> _Value:
-        if name not in self.values:
-            readable = [known for known, value in self.values.items() if not value.hidden]
-            return _Value(missing="" if self.is_open else suggest(name, readable))
-        self.values[name].used = True
-        return self.values[name]
+        readable = [known for known, value in self.values.items() if not value.missing]
+        return self.values.get(name) or _Value(missing="" if self.is_open else suggest(name, readable))
 
 
 @dataclass(slots=True)
@@ -277,7 +260,6 @@ class _Flow:
     graph: Graph
     senders: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
     receivers: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
-    emitted: dict[str, tuple[str, Port]] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -348,19 +330,15 @@ class _Flow:
                 if port := find(name):
                     end = _End(scope.walk, call.target, port, scope.depth, scope.branches)
                     ends[stream] += [end] if end not in ends[stream] else []
-        for name, label in call.emits.items():
-            if port := method.output(name):
-                first, other = self.emitted.setdefault(label, (f"{call.target} {name}", port))
-                wrong = f"{first} emits under the same name and {_mismatch(other, port)}; use two names"
-                at.require(not _mismatch(other, port), f"emits {label!r} from output port {name!r}, but {wrong}")
 
     def feed(self, call: Call, port: Port, scope: _Scope, at: _Report) -> None:
         name = call.inputs.get(port.name, port.name)
         value = scope.read(name)
         where = f"input port {port.name!r}"
         if value.missing:
-            is_wanted = value.hidden not in ("", _IN_EACH)  # at another time the port would see it
-            is_idle = port.optional and port.name not in call.inputs and not is_wanted
+            # what is written at another time is wanted, though the port could do without
+            is_written = name in scope.values and not value.missing.endswith(_IN_EACH)
+            is_idle = port.optional and port.name not in call.inputs and not is_written
             at.require(is_idle, f"{where} is not fed: no value {name!r} by then{value.missing}")
         elif value.absent:
             wrong = f"{name!r} is absent {value.absent}; make the port optional"
@@ -370,18 +348,18 @@ class _Flow:
             at.require(not wrong, f"{where} does not fit the output port {value.port.name!r} that feeds it: {wrong}")
 
     def parallel(self, section: Parallel, scope: _Scope) -> None:
-        written_by = [set(written(branch, self.graph)) for branch in section.sections]
+        written_by = [written(branch, self.graph) for branch in section.sections]
+        every = [name for names in written_by for name in names]
+        for name in every:
+            wrong = f"two branches of a Parallel write value {name!r}; rename one through outputs"
+            scope.report.require(every.count(name) == 1, wrong)
         results: dict[str, _Value] = {}
-        for index, branch in enumerate(section.sections):
-            others = set[str]().union(*(names for i, names in enumerate(written_by) if i != index))
-            for name in sorted(written_by[index] & others):
-                wrong = f"two branches of a Parallel write value {name!r}; rename one through outputs"
-                scope.report.require(False, wrong)
+        for index, (branch, own) in enumerate(zip(section.sections, written_by, strict=True)):
             inner = scope.inner()
             inner.branches += ((id(section), index),)
-            inner.hide(others - written_by[index], "is written by another branch of the same Parallel")
+            inner.hide({*every} - {*own}, "is written by another branch of the same Parallel")
             self.visit(branch, inner)
-            results |= {name: inner.values[name] for name in written_by[index]}
+            results |= {name: inner.values[name] for name in own}
         scope.values |= results
 
     def when(self, section: When, scope: _Scope) -> None:
@@ -405,44 +383,35 @@ class _Flow:
         inner.values[section.over] = _Value()
         self.visit(section.section, inner)
         body = written(section.section, self.graph)
-        scope.hide((name for name in body if scope.values.get(name, _Value(hidden="not yet")).hidden), _IN_EACH)
-        self.collect(section.collect, body, scope, at)
+        scope.hide([name for name in body if name not in scope.values or scope.values[name].missing], _IN_EACH)
+        self.collect(section, body, scope, at)
 
     def loop(self, section: Loop | DynamicLoop, scope: _Scope) -> None:
         inside = calls(section)
         at = scope.report.at(f"{type(section).__name__} {section.name or f'of {inside[0].target if inside else None}'}")
-        self.count(section, scope, at)
+        word, count = ("count", section.count) if isinstance(section, Loop) else ("limit", section.limit)
+        at.require(not isinstance(count, int) or count >= 1, f"its {word} is {count}; it must be at least 1")
+        wrong = (
+            "it has no limit, so its body must receive a stream with after_end='end' (outside inner loops and Eaches)"
+        )
+        at.require(count is not None or ending_streams(section.section, self.graph), wrong)
         body = written(section.section, self.graph)
+        for name in section.carry:
+            at.require(name in body, f"its body does not write {name!r}, which it carries{suggest(name, body)}")
         carried = {name: scope.read(name) for name in section.carry}
         carried = {name: _Value(absent=_NOT_YET) if value.missing else value for name, value in carried.items()}
         for _ in range(2):  # the second time around, the carried values are those the body left behind
             inner = scope.inner()
-            inner.hide({*body} - {*section.carry}, "is written later in the loop's body; add it to the loop's carry")
-            carried = {name: replace(value, used=False) for name, value in carried.items()}
+            inner.hide({*body} - {*carried}, "is written later in the loop's body; add it to the loop's carry")
             inner.values |= carried
             self.visit(section.section, inner)
-            for name, value in carried.items():
-                at.require_known(name, body, "its body does not write what it carries:")
-                wrong = f"it carries {name!r}, but its body writes that before reading it"
-                at.require(value.used or name not in body, wrong)
-            carried = {name: inner.values[name] for name in section.carry}
+            carried = {name: inner.values[name] for name in carried}
         scope.values |= {name: inner.values[name] for name in body}
-        self.collect(section.collect, body, scope, at)
+        self.collect(section, body, scope, at)
 
-    def count(self, section: Loop | DynamicLoop, scope: _Scope, at: _Report) -> None:
-        word, count = ("count", section.count) if isinstance(section, Loop) else ("limit", section.limit)
-        if isinstance(count, str):
-            scope.read(count)
-        elif count is not None:
-            at.require(count >= 1, f"its {word} is {count}; it must be at least 1")
-        else:
-            needed = "its body must receive a stream with after_end='end' (outside inner loops and Eaches)"
-            at.require(ending_streams(section.section, self.graph), f"it has no limit, so {needed}")
-
-    def collect(self, names: Mapping[str, str], body: list[str], scope: _Scope, at: _Report) -> None:
-        for name, target in names.items():
-            wrong = f"its body does not write {name!r}, which it collects{suggest(name, body)}"
-            at.require(name in body, wrong)
+    def collect(self, section: Each | Loop | DynamicLoop, body: list[str], scope: _Scope, at: _Report) -> None:
+        for name, target in section.collect.items():
+            at.require(name in body, f"its body does not write {name!r}, which it collects{suggest(name, body)}")
             scope.values[target] = _Value(is_list=True)
 
     def kv_step(self, step: Fork | Alias | Drop, scope: _Scope) -> None:
@@ -452,8 +421,6 @@ class _Flow:
         if not isinstance(step, Drop):
             wrong = f"{step.new!r} cannot be made from {source!r}; give the new sequence another name"
             at.require(step.new and step.new != source, wrong)
-        if isinstance(step, Fork) and step.at is not None:
-            scope.read(step.at)
 
 
 # ---- states ---------------------------------------------------------------------------------------------
@@ -493,12 +460,6 @@ def _check_states(graph: Graph, lanes: _Lanes, report: _Report) -> None:
         report.at(f"walk {name!r}").require(
             is_reached, "no state reaches it; add a Start or a Then, or remove the walk"
         )
-    rules: list[tuple[str, Start | Then]] = [(f"Start on lane {s.lane!r}", s) for s in states.starts]
-    rules += [(f"Then after {t.after!r}", t) for t in states.thens]
-    for (place, earlier), (other, later) in combinations(rules, 2):
-        is_always = place == other and earlier.when is None and earlier.task in (None, later.task)
-        wrong = f"{place}: walk {later.walk!r} is never taken, for {earlier.walk!r} always is"
-        at.require(not is_always, wrong)
 
 
 def _check_spec(graph: Graph, spec: ModelSpec, lanes: _Lanes, report: _Report) -> None:
@@ -521,33 +482,27 @@ def _check_spec(graph: Graph, spec: ModelSpec, lanes: _Lanes, report: _Report) -
 
 def _check_policy(stream: Stream, at: _Report) -> None:
     at.require_known(stream.after_end, ("end", "absent"), "unknown after_end")
-    policy, sizes = stream.policy, _SIZES.get(type(stream.policy))
-    known = ", ".join(kind.__name__ for kind in _SIZES)
-    at.require(sizes is not None, f"{policy!r} is no policy; known: {known}")
-    schedules = [
-        _schedule(getattr(policy, name), least=least, at=at, place=f"{type(policy).__name__} {name}")
-        for name, least in (sizes or {}).items()
-    ]
-    if isinstance(policy, SlidingWindow):
-        windows, strides = schedules
-        longest = max(len(windows), len(strides))
-        padded = [schedule + schedule[-1:] * (longest - len(schedule)) for schedule in schedules]
-        for window, stride in zip(*padded, strict=False):
-            wrong = f"stride {stride} is more than window {window}, so items would be skipped"
-            at.require(stride <= window, wrong)
+    policy = stream.policy
+    if not isinstance(policy, Policy):
+        at.require(False, f"{policy!r} is no policy; known: {', '.join(kind.__name__ for kind in get_args(Policy))}")
+        return
+    for size in fields(policy):
+        place = f"{type(policy).__name__} {size.name}"
+        _check_size(getattr(policy, size.name), place, 0 if size.name == "context" else 1, at)
+    if isinstance(policy, SlidingWindow) and isinstance(policy.window, int) and isinstance(policy.stride, int):
+        wrong = f"stride {policy.stride} is more than window {policy.window}, so items would be skipped"
+        at.require(policy.stride <= policy.window, wrong)
 
 
-def _schedule(size: Size, *, least: int, at: _Report, place: str) -> tuple[int, ...]:
-    """A size as a schedule; empty if it is wrong, or only a request can tell."""
+def _check_size(size: Size, place: str, least: int, at: _Report) -> None:
     if isinstance(size, str):
         at.require(size, f"{place} names no request field")
-        return ()
+        return
     sizes = size if isinstance(size, tuple) else (size,)
     at.require(sizes, f"{place} is an empty schedule; give at least one size")
-    wrong = [value for value in sizes if not isinstance(value, int) or value < least]
-    for value in wrong:
-        at.require(False, f"{place} is {value!r}; it must be an integer of at least {least}")
-    return () if wrong else sizes
+    for value in sizes:
+        wrong = f"{place} is {value!r}; it must be an integer of at least {least}"
+        at.require(isinstance(value, int) and value >= least, wrong)
 
 
 def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _Report) -> None:
@@ -584,27 +539,21 @@ def _check_edges(graph: Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> N
         wrong = f"walk {one!r} both sends on and receives it; a stream joins walks that run side by side"
         at.require(one != other, wrong)
         shared = [(running[one], running[other]) for running in lanes.values() if {one, other} <= running.keys()]
-        is_one_lane = one != other and shared and all(a == b and len(a) == 1 for a, b in shared)
-        wrong = f"walks {one!r} and {other!r} both run on one lane, one after the other; use two lanes"
-        at.require(not is_one_lane, wrong)
+        is_one_lane = shared and all(a == b and len(a) == 1 for a, b in shared)
+        lane = "".join(shared[0][0]) if is_one_lane else ""
+        wrong = f"walks {one!r} and {other!r} both run on lane {lane!r}, one after the other; use two lanes"
+        at.require(one == other or not is_one_lane, wrong)
         is_present = stream.after_end == "end" or receiver.port.optional
         wrong = (
             f"input port {receiver.port.name!r} must be optional: it is absent once stream {stream.name!r} has ended"
         )
         report.at(f"walk {other!r}").at(receiver.target).require(is_present, wrong)
-        _check_items(sender, receiver, at)
+        wrong = _mismatch(sender.port, replace(receiver.port, shape=None))  # a chunk may be shaped otherwise
+        ports = f"output port {sender.port.name!r} of {sender.target} does not fit input port {receiver.port.name!r}"
+        at.require(not wrong, f"{ports} of {receiver.target}: {wrong}")
         sent, read = base[one] + sender.depth, base[other] + receiver.depth
         wrong = (
             f"{sender.target} in walk {one!r} sends inside {sent} Each, but {receiver.target} in walk {other!r} "
             f"receives inside {read}; all that such a walk receives must come from the same depth"
         )
         at.require(sent == read, wrong)
-
-
-def _check_items(sender: _End, receiver: _End, at: _Report) -> None:
-    if receiver.port.layout == "item":
-        return
-    items = replace(receiver.port, layout=sender.port.layout, shape=None)  # a chunk may be shaped otherwise
-    wrong = _mismatch(sender.port, items)
-    ports = f"output port {sender.port.name!r} of {sender.target} does not fit input port {receiver.port.name!r}"
-    at.require(not wrong, f"{ports} of {receiver.target}: {wrong}")

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from mstar.layers.decoder import Decoder
 from torch import Tensor
 
+from mstar.layers.decoder import Decoder
 from mstar.layers.sampling import normal
 from mstar.plugin.nodes import Context, KVLayout, Node, Plan, Sampler, Task
 from mstar.plugin.spec import Checkpoint
@@ -28,9 +28,10 @@ class LanguageModel(Node):
     def __init__(self, config: OrpheusConfig) -> None:
         super().__init__(config)
         shape = weights.decoder_config(config)
-        self.decoder = Decoder(shape)
+        with torch.device("meta"):  # filled by load_weights
+            self.decoder = Decoder(shape)
         self.kv_layout = KVLayout(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
-        self.samplers = (Sampler("main", shape.vocab_size),)
+        self.samplers = (Sampler(name="main", vocab_size=shape.vocab_size),)
         self.host_state = partial(FrameAssembler, config.tokens.audio_base, config.codec.codebook_size)
 
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,18 +42,19 @@ class LanguageModel(Node):
         self.decoder(self.decoder.embed(ids), ctx.positions, ctx.kv)
         return {}
 
-    def decode(self, ctx: Context, last: Tensor) -> dict[str, Tensor]:
-        """last (B,), each sequence's newest token -> last (B,), the token drawn after it."""
+    def decode(self, ctx: Context, last: Tensor) -> dict[str, Tensor | None]:
+        """last (B,), each sequence's newest token -> last (B,), the token drawn after it; `finish_decode` has codes."""
         hidden = self.decoder(self.decoder.embed(last), ctx.positions, ctx.kv)
-        return {"last": ctx.sample("main", self.decoder.logits(hidden).float())}
+        return {"last": ctx.sample("main", self.decoder.logits(hidden).float()), "codes": None}
 
     def finish_decode(self, tasks: Sequence[Task], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         frames: list[Tensor | None] = []
         for task, token in zip(tasks, outputs["last"].tolist(), strict=True):
             assembler: FrameAssembler = task.state
             task.count("completion_tokens")
+            codes: list[int] = []
             if token == self.config.tokens.end_of_speech and not task.params.ignore_eos:
-                codes, num_dropped = [], assembler.drop()
+                num_dropped = assembler.drop()
                 task.stop("stop")
             else:
                 codes, num_dropped = assembler.push([token])
@@ -72,9 +74,9 @@ class Codec(Node):
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_codec(self.decoder, checkpoint.parts["snac_24khz"], device=device)
 
-    def feed(self, ctx: Context, codes: list[Tensor]) -> dict[str, Tensor]:
+    def feed(self, ctx: Context, codes: list[Tensor]) -> dict[str, None]:
         """The client's codes; `finish_feed` hands them on."""
-        return {}
+        return {"items": None}
 
     def finish_feed(self, tasks: Sequence[Task], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return {"items": [task.inputs["codes"] for task in tasks]}

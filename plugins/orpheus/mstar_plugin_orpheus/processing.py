@@ -50,7 +50,6 @@ class SpeechState:
         item: the segment that spoke last, or None.
     """
 
-    outputs: frozenset[str]
     last_item: int
     num_codes: dict[int, int] = field(default_factory=dict)
     held: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
@@ -185,31 +184,31 @@ class OrpheusProcessor(Processor):
     # ---- emissions to chunks --------------------------------------------------------------------------------
 
     def start(self, request: Request, encoded: Encoded) -> SpeechState:
-        segments = encoded.inputs.get("segments", ())
-        return SpeechState(outputs=frozenset(request.outputs), last_item=max(0, len(segments) - 1))
+        return SpeechState(last_item=len(encoded.inputs["segments"]) - 1)
 
     def decode(self, state: SpeechState, emission: Emission) -> Iterator[Chunk]:
-        item = emission.path[0] if emission.path else 0
-        if emission.name == "codes" and not emission.final:
-            yield from self._ids(state, emission.value, item=item)
+        (item,) = emission.path
+        is_end = emission.final and item == state.last_item
+        if emission.name == "codes":
+            if not emission.final:
+                yield self._ids(state, emission.value, item=item)
+            elif is_end and not state.num_codes:
+                yield TensorChunk("codes", torch.zeros(0, dtype=torch.int64))
         elif emission.name == "audio":
             samples = np.zeros(0, dtype=np.float32) if emission.final else np.asarray(emission.value, dtype=np.float32)
-            for part in self._join(state, samples, item=item, final=emission.final):
-                if "audio" in state.outputs:
-                    yield AudioChunk(part, self.config.codec.sampling_rate)
-                if state.outputs & {"tensors", "tensor:audio"}:
-                    yield TensorChunk("audio", torch.from_numpy(part))
+            heard = self._join(state, samples, item=item, final=emission.final)
+            if len(heard) or (is_end and state.item is None):
+                yield AudioChunk(heard, self.config.codec.sampling_rate)
+                yield TensorChunk("audio", torch.from_numpy(heard))
 
-    def _ids(self, state: SpeechState, codes: torch.Tensor, *, item: int) -> Iterator[Chunk]:
+    def _ids(self, state: SpeechState, codes: torch.Tensor, *, item: int) -> TensorChunk:
         first = state.num_codes.get(item, 0)
         state.num_codes[item] = first + len(codes)
-        if state.outputs & {"tensors", "tensor:codes"}:
-            base, size = self.config.tokens.audio_base, self.config.codec.codebook_size
-            yield TensorChunk(
-                "codes", torch.tensor(token_ids(codes.tolist(), first=first, audio_base=base, codebook_size=size))
-            )
+        base, size = self.config.tokens.audio_base, self.config.codec.codebook_size
+        ids = token_ids(codes.tolist(), first=first, audio_base=base, codebook_size=size)
+        return TensorChunk("codes", torch.tensor(ids))
 
-    def _join(self, state: SpeechState, samples: np.ndarray, *, item: int, final: bool) -> Iterator[np.ndarray]:
+    def _join(self, state: SpeechState, samples: np.ndarray, *, item: int, final: bool) -> np.ndarray:
         """What can be heard now: a segment fades in after another one, and out before another one may follow."""
         if len(samples) and state.item != item:
             if state.item is not None:
@@ -225,15 +224,7 @@ class OrpheusProcessor(Processor):
                 samples[len(samples) - width :] *= self.fade_in[:width][::-1]
             state.held = samples[len(samples) - keep :]
             samples = samples[: len(samples) - keep]
-        if len(samples):
-            yield samples
-
-    def finish(self, state: SpeechState, result: dict[str, Any]) -> None:
-        """Tokens drawn are usage, not a curiosity among the counters."""
-        completion = result.get("counters", {}).pop("completion_tokens", 0)
-        usage = result.setdefault("usage", {})
-        usage["completion_tokens"] = completion
-        usage["total_tokens"] = usage.get("prompt_tokens", 0) + completion
+        return samples
 
 
 def _plain_tokenizer(config: OrpheusConfig) -> Tokenizer:

@@ -205,7 +205,7 @@ def test_ignoring_the_stop_token_skips_it(golden: Any, model: LanguageModel) -> 
 def test_the_golden_dirty_stream_loses_only_the_frames_with_bad_codes(golden: Any, model: LanguageModel) -> None:
     dirty = golden.answers["dirty_stream"]["custom_token_numbers"]
     first = golden.answers["special_ids"]["custom_token_0"]
-    task = new_task(model)
+    task = new_task(model, ignore_eos=True)  # the stream holds a stop token, too
     frames = [codes for number in dirty if (codes := finish(model, task, first + number)) is not None]
     slots = [(number - 10) // 4096 for number in dirty]
     whole = [i for i in range(len(dirty)) if slots[i : i + 7] == list(range(7))]
@@ -228,15 +228,15 @@ def tiny_model(tiny_checkpoint: Checkpoint) -> LanguageModel:
 )
 def test_the_tiny_checkpoint_speaks_whole_frames_and_ends(tiny_model: LanguageModel, sampling: SamplingParams) -> None:
     tokens = tiny_model.config.tokens
-    text = list(range(60, 80))
+    text = list(range(60, 68))
     prompt = [
         tokens.start_of_human, tokens.begin_of_text, *text, tokens.end_of_turn, tokens.end_of_human, tokens.start_of_ai,
         tokens.start_of_speech,
     ]  # fmt: skip
-    (ids,), _ = Engine(tiny_model).generate([prompt], steps=300, sampling=sampling)
+    (ids,), _ = Engine(tiny_model).generate([prompt], steps=130, sampling=sampling)
     assert tokens.end_of_speech in ids
     spoken = ids[: ids.index(tokens.end_of_speech)]
-    assert 70 <= len(spoken) <= 200
+    assert 40 <= len(spoken) <= 120
     assert len(spoken) % 7 == 0
     assert [(token - tokens.audio_base) // 4096 for token in spoken] == [i % 7 for i in range(len(spoken))]
 
@@ -255,7 +255,7 @@ def test_a_language_model_that_lacks_a_name_is_refused(golden: Any, tmp_path: Pa
     tensors = load_file(golden.checkpoint.folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="up_proj"):
+    with pytest.raises(ConfigError, match="gate_up"):
         weights.load_language_model(
             LanguageModel(golden.checkpoint.config).decoder, tmp_path, dtype=torch.float32, device=torch.device("cpu")
         )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mstar_plugin_orpheus.config import SnacConfig
 
@@ -77,6 +76,7 @@ class SnacDecoder(nn.Module):
     def __init__(self, config: SnacConfig) -> None:
         super().__init__()
         latent, width = config.latent_dim, config.decoder_dim
+        self.config = config
         self.strides = config.vq_strides
         self.codebooks = nn.ModuleList(nn.Embedding(config.codebook_size, config.codebook_dim) for _ in self.strides)
         self.projections = nn.ModuleList(nn.Conv1d(config.codebook_dim, latent, 1) for _ in self.strides)
@@ -99,7 +99,7 @@ class SnacDecoder(nn.Module):
         """One (B, T_level) int64 tensor per level -> (B, C, T), the sum of the levels at the finest rate."""
         levels = zip(codes, self.codebooks, self.projections, self.strides, strict=True)
         return sum(  # type: ignore[return-value]  # never the empty sum, which is 0
-            projection(F.embedding(level, codebook.weight).transpose(1, 2)).repeat_interleave(stride, dim=-1)
+            projection(codebook(level).transpose(1, 2)).repeat_interleave(stride, dim=-1)
             for level, codebook, projection, stride in levels
         )
 
