@@ -202,13 +202,6 @@ def test_nodes_of_one_module_must_agree_but_for_the_kv_label() -> None:
     )
 
 
-def test_one_method_rebuilds_a_module() -> None:
-    again = Node("lm_again", (replace(PREFILL, name="refill"),), "lm")
-    assert "module 'lm': methods prefill, refill all have rebuild" in problems(
-        one_walk(DECODING, ["last"], nodes=(LM, again))
-    )
-
-
 # ---- walks ----------------------------------------------------------------------------------------------
 
 LEFT, RIGHT = Call("head.mix", outputs={"c": "left"}), Call("head.mix", outputs={"c": "right"})
@@ -232,7 +225,6 @@ USE_RIGHT = Call("head.mix", inputs={"a": "right"})
         (Loop(0, MIX), "Loop of head.mix: its count is 0"),
         (DynamicLoop(0, MIX), "DynamicLoop of head.mix: its limit is 0"),
         (DynamicLoop(None, MIX), "it has no limit, so its body must receive a stream with after_end='end'"),
-        (When(None, MIX), "the predicate None cannot be called"),  # type: ignore[arg-type]
         (Sequential(MIX, "head.mix"), "'head.mix' is not a section"),  # type: ignore[arg-type]
         (Parallel(MIX, MIX), "two branches of a Parallel write value 'c'"),
         (Parallel(RIGHT, USE_RIGHT), "no value 'right' by then: 'right' is written by another branch of the same Par"),
@@ -263,10 +255,6 @@ USE_RIGHT = Call("head.mix", inputs={"a": "right"})
             "'right' is absent in the first iteration of a loop that carries it",
         ),
         (
-            Loop(2, Sequential(RIGHT, USE_RIGHT), carry=("right",)),
-            "Loop of head.mix: it carries 'right', but its body writes that before reading it",
-        ),
-        (
             Sequential(RIGHT, Loop(2, Sequential(USE_RIGHT, When(runs, RIGHT)), carry=("right",))),
             "'right' is absent when a When is skipped",
         ),
@@ -277,10 +265,9 @@ USE_RIGHT = Call("head.mix", inputs={"a": "right"})
         ),
         (
             Sequential(RIGHT, Call("lm.decode", inputs={"last": "a", "bias": "right"})),
-            r"port 'bias' does not fit the output port 'c' that feeds it: one has shape \(\), the other \(8\)",
+            r"port 'bias' does not fit the output port 'c' that feeds it: one has shape \(\), the other \(8,\)",
         ),
         (Fork("text", "mian"), "walk 'main': Fork: no method uses KV label 'mian'; did you mean main"),
-        (Fork("main", "main"), "Fork: 'main' cannot be made from 'main'"),
         (Alias("view", "mien"), "Alias: no method uses KV label 'mien'"),
         (Drop("maim"), "Drop: no method uses KV label 'maim'; did you mean main"),
         (Each(MIX, over="a", fork="mane"), "Each: no method uses KV label 'mane'"),
@@ -301,15 +288,6 @@ def test_a_walk_must_produce_its_outputs() -> None:
     assert "walk 'main': nothing produces its output 'd'; known: a, c" in problems(one_walk(MIX, ["a"], ["d"]))
 
 
-def test_one_name_emits_one_kind_of_value() -> None:
-    section = Sequential(
-        Call("lm.prefill", emits={"hidden": "out"}), Call("head.mix", inputs={"a": "a"}, emits={"c": "out"})
-    )
-    assert "head.mix: emits 'out' from output port 'c', but lm.prefill hidden emits under the same name" in problems(
-        one_walk(section, ["ids", "a"])
-    )
-
-
 # ---- states ---------------------------------------------------------------------------------------------
 
 LONE = one_walk(MIX, ["a"])
@@ -323,10 +301,6 @@ LONE = one_walk(MIX, ["a"])
         (States(starts=(Start(walk="mian"),)), "walk 'main': no state reaches it"),
         (States(starts=(Start(walk="main"),), thens=(Then(after="main", walk="x"),)), "Then names no walk: 'x'"),
         (States(starts=(Start(walk="main"),), thens=(Then(after="x", walk="main"),)), "Then after names no walk: 'x'"),
-        (
-            States(starts=(Start(walk="main"), Start(walk="main", task="speech"))),
-            "Start on lane 'main': walk 'main' is never taken, for 'main' always is",
-        ),
     ],
 )
 def test_wrong_states(states: States, message: str) -> None:
@@ -337,7 +311,6 @@ def test_wrong_states(states: States, message: str) -> None:
 # ---- streams --------------------------------------------------------------------------------------------
 
 SEND = DynamicLoop("n", Call("lm.decode", sends={"code": "codes"}), carry=("last",))
-SEND_ONCE = Call("lm.decode", sends={"code": "codes"})
 
 
 @pytest.mark.parametrize(
@@ -345,10 +318,8 @@ SEND_ONCE = Call("lm.decode", sends={"code": "codes"})
     [
         (two_lanes(Fixed(0)), "stream 'codes': Fixed size is 0; it must be an integer of at least 1"),
         (two_lanes(Fixed(())), "stream 'codes': Fixed size is an empty schedule"),
-        (two_lanes(Fixed("")), "stream 'codes': Fixed size names no request field"),
         (two_lanes(LeftContext(2, -1)), "LeftContext context is -1; it must be an integer of at least 0"),
         (two_lanes(SlidingWindow(2, 3)), "stride 3 is more than window 2"),
-        (two_lanes(SlidingWindow((2, 8), (2, 9))), "stride 9 is more than window 8"),
         (two_lanes(7), "stream 'codes': 7 is no policy"),  # type: ignore[arg-type]
         (two_lanes(producer=DECODING), "stream 'codes': no call sends on it"),
         (two_lanes(consumer=Call("voice.render")), "stream 'codes': no call receives it"),
@@ -378,14 +349,6 @@ SEND_ONCE = Call("lm.decode", sends={"code": "codes"})
                 walks=(*two_lanes().walks, Walk(name="rest", section=MIX, inputs=("a",))),
             ),
             "task 'b' starts walk 'hear', which would wait for it, but no walk that sends on it",
-        ),
-        (
-            two_lanes(consumer=Parallel(RENDERING, RENDERING)),
-            "walk 'hear': branches of one Parallel receive it, in no defined order",
-        ),
-        (
-            two_lanes(producer=Parallel(SEND_ONCE, replace(SEND_ONCE, outputs={"last": "other", "code": "more"}))),
-            "walk 'speak': branches of one Parallel send on it, in no defined order",
         ),
         (two_lanes(consumer=Each(RENDERING, over="items")), "lm.decode in walk 'speak' sends inside 0 Each, but"),
         (

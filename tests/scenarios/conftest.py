@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import binascii
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +25,12 @@ from torch import Tensor
 
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
-from mstar.ipc.channel import memory_channel
+from mstar.ipc.channel import WorkerEnd, memory_channel
+from mstar.ipc.messages import DropSession, FromWorker, ToWorker
 from mstar.ipc.tensors import tensor_bytes
 from mstar.plugin import checkpoint, loader
-from mstar.plugin.graph import Graph
 from mstar.plugin.processor import Processor
-from mstar.plugin.spec import Limits, ModelSpec, load_object
+from mstar.plugin.spec import Limits, load_object
 from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
@@ -42,18 +44,19 @@ def kv_tokens(count: int) -> int:
     return count * KV_TOKEN_BYTES
 
 
-SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 96}
+# Room for one of the longest requests of these tests, or for two or three usual ones.
+SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 64, "kv_cache_memory_bytes": kv_tokens(64)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "chunked": {"max_num_batched_tokens": 7, "block_size": 4},
     "no_prefix_cache": {"enable_prefix_caching": False},
     "batch_invariant": {"batch_invariant": True},
     "few_rows": {"max_num_seqs": 3, "max_queue": 1000},
-    "swap": {**SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96)},
-    "recompute": {**SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96), "swap_space_bytes": 0},
+    "swap": SMALL,
+    "recompute": {**SMALL, "swap_space_bytes": 0},
     "overlap": {"overlap": True},
     "overlap_chunked": {"overlap": True, "max_num_batched_tokens": 7, "block_size": 4},
-    "overlap_swap": {"overlap": True, **SMALL, "kv_cache_memory_bytes": kv_tokens(2 * 96)},
+    "overlap_swap": {**SMALL, "overlap": True},
 }
 WAIT_S = 60.0
 
@@ -197,6 +200,33 @@ class Oracle:
 # ---- the engine -----------------------------------------------------------------------------------------------
 
 
+class InspectedEnd:
+    """A worker's end that also runs what tests ask of the worker's thread, between two steps."""
+
+    def __init__(self, end: WorkerEnd) -> None:
+        self._end = end
+        self._looks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+
+    def send(self, message: FromWorker) -> None:
+        self._end.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
+        messages = self._end.receive(timeout_s)
+        while not self._looks.empty():
+            look, future = self._looks.get()
+            try:
+                future.set_result(look())
+            except BaseException as error:  # noqa: BLE001  # the test's thread raises it
+                future.set_exception(error)
+        return messages
+
+    def look(self, look: Callable[[], Any]) -> Future[Any]:
+        """Run `look` on the worker's thread at its next turn."""
+        future: Future[Any] = Future()
+        self._looks.put((look, future))
+        return future
+
+
 class Served:
     """An engine and its worker; the engine's event loop runs in a thread of its own, so that tests are plain code."""
 
@@ -206,26 +236,27 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._loop_thread.start()
-        spec, graph, self.worker, self.engine = self._build()
+        self.worker, self.engine = self._build()
         self._worker_thread = threading.Thread(target=self.worker.run, daemon=True)
         self._worker_thread.start()
         self.run(self.engine.start())
 
-    def _build(self) -> tuple[ModelSpec, Graph, Worker, Engine]:
+    def _build(self) -> tuple[Worker, Engine]:
         spec = loader.load("echo").spec
         found = checkpoint.resolve(spec, self.config.model, parts={})
         graph = spec.graph(found.config)
         validate(graph, spec)
-        engine_end, worker_end = memory_channel(check=True)
+        self._engine_end, worker_end = memory_channel(check=True)
+        self._worker_end = InspectedEnd(worker_end)
 
         def make_processor(limits: Limits) -> Processor:
             made: Processor = load_object(spec.processor, plugin=spec.name)(found, limits)
             return made
 
         async def make_engine() -> Engine:
-            return Engine(spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=engine_end)
+            return Engine(spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=self._engine_end)
 
-        return spec, graph, Worker(spec, graph, found, self.config, worker_end), self.run(make_engine())
+        return Worker(spec, graph, found, self.config, self._worker_end), self.run(make_engine())
 
     def close(self) -> None:
         self.run(self.engine.close())
@@ -279,19 +310,31 @@ class Served:
     def settle(self, *, timeout_s: float = 20.0) -> None:
         """Wait until no request is left on either side and the worker has nothing to do."""
         deadline = time.monotonic() + timeout_s
-        router = self.worker.router
-        while self.engine.num_active or self.engine.state.num_running or router.requests:
-            assert time.monotonic() < deadline, f"left over: {[r.info.task for r in router.requests.values()]}"
+        while self.engine.num_active or self.engine.state.num_running or self.on_worker(self._unfinished):
+            assert time.monotonic() < deadline, f"left over: {self.on_worker(self._unfinished)}"
             assert self.engine.state.dead is None, self.engine.state.dead
-            time.sleep(0.002)
-        assert not self.worker.scheduler.has_work, [work.op.target for work in self.worker.scheduler.works()]
+            time.sleep(0.001)
+
+    def on_worker(self, look: Callable[[], Any]) -> Any:
+        """The result of `look`, run on the worker's thread between two steps."""
+        future = self._worker_end.look(look)
+        self._engine_end.send(DropSession(session="no such session"))  # wakes the worker
+        return future.result(WAIT_S)
+
+    def _unfinished(self) -> list[str]:
+        works = [work.op.target for work in self.worker.scheduler.works()]
+        return works + [f"request {request.info.task}" for request in self.worker.router.requests.values()]
 
     def assert_clean(self, *, sessions: int = 0) -> None:
         """Nothing is left of any request: pages, slot rows, swapped images, queues, sessions."""
         self.settle()
+        self.on_worker(lambda: self._check_worker(sessions))
+        assert self.engine.state.dead is None
+        assert self.engine.num_active == 0
+
+    def _check_worker(self, sessions: int) -> None:
         self.worker.check_integrity()
         holdings, modules = self.worker.router.holdings, self.worker.modules
-        assert self.engine.state.dead is None
         assert len(holdings.sessions) == sessions
         if sessions:
             return
@@ -303,7 +346,6 @@ class Served:
             for name, sampler in module.slots.samplers.items():
                 assert not any(sampler._users.values()), f"sampler {name} remembers rows"
                 assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
-        assert self.engine.num_active == 0
 
 
 # ---- fixtures -------------------------------------------------------------------------------------------------

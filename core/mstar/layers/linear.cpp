@@ -4,6 +4,7 @@
 // row depend on that row alone. Weights are read where they lie, once per block of rows.
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -110,8 +111,10 @@ static void strip(const float* x, const T* weight, const T* bias, T* out, int64_
 }
 
 template <typename T>
-static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M, int64_t N, int64_t K, float* scratch,
-                   int threads) {
+static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M, int64_t N, int64_t K, int threads) {
+    static thread_local std::vector<float> memory;
+    if (memory.size() < size_t(BLOCK_ROWS * K)) memory.resize(BLOCK_ROWS * K);
+    float* const scratch = memory.data();
     for (int64_t begin = 0; begin < M; begin += BLOCK_ROWS) {
         int64_t rows = M - begin < BLOCK_ROWS ? M - begin : BLOCK_ROWS;
         for (int64_t r = 0; r < rows; r++) unpack(x + (begin + r) * K, scratch + r * K, K);
@@ -129,11 +132,10 @@ static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M
 }
 
 extern "C" void linear_bfloat16(const void* x, const void* weight, const void* bias, void* out, int64_t M, int64_t N,
-                                int64_t K, float* scratch, int threads) {
-    linear((const uint16_t*)x, (const uint16_t*)weight, (const uint16_t*)bias, (uint16_t*)out, M, N, K, scratch,
-           threads);
+                                int64_t K, int threads) {
+    linear((const uint16_t*)x, (const uint16_t*)weight, (const uint16_t*)bias, (uint16_t*)out, M, N, K, threads);
 }
 extern "C" void linear_float32(const void* x, const void* weight, const void* bias, void* out, int64_t M, int64_t N,
-                               int64_t K, float* scratch, int threads) {
-    linear((const float*)x, (const float*)weight, (const float*)bias, (float*)out, M, N, K, scratch, threads);
+                               int64_t K, int threads) {
+    linear((const float*)x, (const float*)weight, (const float*)bias, (float*)out, M, N, K, threads);
 }

@@ -20,7 +20,6 @@ from mstar.errors import ConfigError
 from mstar.layers.kernels import library
 
 ROWS = 16  # batches are padded to a multiple of it when they must be invariant
-_BLOCK_ROWS = 32  # as in linear.cpp
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
 _ENTRIES = {torch.bfloat16: "linear_bfloat16", torch.float32: "linear_float32"}
 
@@ -86,28 +85,26 @@ class Head(Linear):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+def _kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
+    """Our kernel for a dtype, and the rows up to which it is the faster, as measured (benchmarks/LOG.md)."""
     name = _ENTRIES.get(dtype)
     found = library(Path(__file__).with_suffix(".cpp")) if name else None
     if found is None or name is None:
-        return None
+        return None, 0
     entry = found[name]
-    entry.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p, ctypes.c_int]
+    entry.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
     entry.restype = None
-    return entry
-
-
-@functools.cache
-def _most_rows(dtype: torch.dtype) -> int:
-    """Rows up to which our kernel is the faster, as measured (benchmarks/LOG.md)."""
-    if dtype == torch.bfloat16:
-        return 8 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1 << 40
-    return 8 if dtype == torch.float32 else 0
+    has_instructions = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return entry, 8 if has_instructions else 1 << 40
 
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
-    if _kernel(x.dtype) is not None and (invariant or x.numel() <= _most_rows(x.dtype) * x.shape[-1]):
-        return _call(x, weight, bias)
+    kernel, most_rows = _kernel(x.dtype)
+    if kernel is not None:
+        depth = x.shape[-1]
+        rows = x.numel() // depth
+        if invariant or rows <= most_rows:
+            return _call(kernel, x, weight, bias, rows=rows, depth=depth)
     return _in_tiles(x, weight, bias) if invariant else functional.linear(x, weight, bias)
 
 
@@ -129,20 +126,21 @@ def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result[: len(flat)].reshape(*x.shape[:-1], -1)
 
 
-def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    entry = _kernel(x.dtype)
-    assert entry is not None
+def _call(
+    kernel: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *, rows: int, depth: int
+) -> Tensor:
     assert x.dtype == weight.dtype, f"input is {x.dtype}, weight {weight.dtype}"
-    width, depth = weight.shape
-    assert bias is None or bias.dtype == x.dtype, f"input is {x.dtype}, bias {bias.dtype}"
-    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-    rows = x.numel() // depth
+    assert depth == weight.shape[1], f"input has {depth} columns, weight {weight.shape[1]}"
+    width = weight.shape[0]
+    x, weight = x.contiguous(), weight.contiguous()
+    shift = None
+    if bias is not None:
+        assert bias.dtype == x.dtype, f"input is {x.dtype}, bias {bias.dtype}"
+        shift = bias.contiguous()
     out = x.new_empty((*x.shape[:-1], width))
-    scratch = torch.empty(min(rows, _BLOCK_ROWS) * depth)
     threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
-    shift = None if bias is None else bias.data_ptr()
-    pointers = (x.data_ptr(), weight.data_ptr(), shift, out.data_ptr())
-    entry(*pointers, rows, width, depth, scratch.data_ptr(), threads)
+    pointers = (x.data_ptr(), weight.data_ptr(), None if shift is None else shift.data_ptr(), out.data_ptr())
+    kernel(*pointers, rows, width, depth, threads)
     return out
 
 

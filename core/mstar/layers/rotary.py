@@ -25,20 +25,18 @@ def inverse_frequencies(dim: int, *, theta: float, scaling: Mapping[str, Any] | 
     if not scaling:
         return frequencies
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _SCALINGS:
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(map(repr, _SCALINGS))}")
+    if kind == "default":
+        return frequencies
     try:
-        return _SCALINGS[kind](frequencies, scaling)
+        if kind == "linear":
+            return frequencies / float(scaling["factor"])
+        if "low_freq_factor" in scaling:  # known by its factors: its type is named after a model
+            return _scale_by_wavelength(frequencies, scaling)
     except KeyError as error:
         raise ConfigError(f"rope_scaling of type {kind!r} lacks {error} in the checkpoint's configuration") from error
-
-
-def _keep(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    return frequencies
-
-
-def _stretch(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    return frequencies / float(scaling["factor"])
+    raise ConfigError(
+        f"rope_scaling type {kind!r} is not supported; known: 'default', 'linear', and scaling by low_freq_factor"
+    )
 
 
 def _scale_by_wavelength(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -51,9 +49,6 @@ def _scale_by_wavelength(frequencies: Tensor, scaling: Mapping[str, Any]) -> Ten
     scaled = torch.where(wavelength > length / low, frequencies / factor, frequencies)
     between = (wavelength <= length / low) & (wavelength >= length / high)
     return torch.where(between, blended, scaled)
-
-
-_SCALINGS = {"default": _keep, "linear": _stretch, "llama3": _scale_by_wavelength}
 
 
 class RotaryEmbedding(nn.Module):

@@ -28,17 +28,7 @@ log = logging.getLogger(__name__)
 
 TINY = "tiny"
 _MARKER = "mstar-tiny.json"  # written last: which folder inside to load
-_IGNORED = (
-    "*.gguf",
-    "*.onnx",
-    "*.h5",
-    "*.msgpack",
-    "*.tflite",
-    "*.ckpt",
-    "optimizer*",
-    "*.distcp",
-    "training_args.bin",
-)
+_IGNORED = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.tflite", "*.ckpt", "*.distcp", "optimizer*")
 
 
 def download_snapshot(repository: str) -> Path:
@@ -49,18 +39,14 @@ def download_snapshot(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, ignore_patterns=list(_IGNORED)))
     except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{repository!r} is gated: accept its terms at {page}, then run 'hf auth login' or set HF_TOKEN"
-        ) from error
+        wrong = f"is gated: accept its terms at {page}, then run 'hf auth login' or set HF_TOKEN"
+        raise ConfigError(f"{repository!r} {wrong}") from error
     except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"the hub has no {repository!r}, or it is private; check the spelling, or set HF_TOKEN to see private ones"
-        ) from error
+        wrong = "or it is private; check the spelling, or set HF_TOKEN to see private ones"
+        raise ConfigError(f"the hub has no {repository!r}, {wrong}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise ConfigError(
-            f"{repository!r} is not in the hub's cache and cannot be downloaded (no connection, or HF_HUB_OFFLINE is "
-            f"set): go online once, point HF_HOME to a cache that has it, or pass its folder"
-        ) from error
+        wrong = "is not in the hub's cache and cannot be downloaded (no connection, or HF_HUB_OFFLINE is set)"
+        raise ConfigError(f"{repository!r} {wrong}: go online once, set HF_HOME, or pass its folder") from error
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"downloading {repository!r} failed: {reason}; try again, or pass its folder") from error
@@ -87,16 +73,15 @@ def resolve(
             raise ConfigError(f"--set {name}={path}: {spec.name!r} has no such part{suggest(name, spec.parts)}")
         if not path.is_dir():
             raise ConfigError(f"--set {name}={path}: there is no such folder")
-    if model == TINY:
-        folder = _tiny(spec, (cache or environment().cache) / "tiny")
-    else:
-        folder = _folder(model) or download(model)
-    found = {name: given.get(name) or _nearby(folder, name) for name in spec.parts}
-    if model == TINY and None in found.values():
-        missing = next(name for name, path in found.items() if path is None)
-        raise PluginError(f"plugin {spec.name!r}: its tiny checkpoint {folder} lacks the part {missing!r}")
-    resolved = {name: path or download(spec.parts[name]) for name, path in found.items()}
-    return Checkpoint(model=model, folder=folder, parts=resolved, config=_config(spec, folder, resolved))
+    is_tiny = model == TINY
+    folder = _tiny(spec, (cache or environment().cache) / TINY) if is_tiny else _folder(model) or download(model)
+    found = {}
+    for name, repository in spec.parts.items():
+        local = given.get(name) or _nearby(folder, name)
+        if local is None and is_tiny:
+            raise PluginError(f"plugin {spec.name!r}: its tiny checkpoint {folder} lacks the part {name!r}")
+        found[name] = local or download(repository)
+    return Checkpoint(model=model, folder=folder, parts=found, config=_config(spec, folder, found))
 
 
 def _folder(model: str) -> Path | None:
@@ -138,13 +123,11 @@ def _tiny(spec: ModelSpec, cache: Path) -> Path:
 
 def _code_version(path: str) -> str:
     """A hash of mstar's version and the Python files of the package that a dotted path lies in."""
-    package = path.partition(":")[0].partition(".")[0]
-    found = importlib.util.find_spec(package)
+    found = importlib.util.find_spec(path.partition(":")[0].partition(".")[0])
     digest = hashlib.sha256(mstar.__version__.encode())
     for location in (found.submodule_search_locations or ()) if found else ():
         for file in sorted(Path(location).rglob("*.py")):
-            digest.update(str(file.relative_to(location)).encode())
-            digest.update(file.read_bytes())
+            digest.update(str(file.relative_to(location)).encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -159,11 +142,10 @@ def _write_tiny(spec: ModelSpec, make: Callable[[Path], Path], home: Path) -> No
     try:
         folder = _made(spec, make, temporary)
         (temporary / _MARKER).write_text(json.dumps({"folder": str(folder)}), encoding="utf-8")
-        try:
-            temporary.rename(home)
-        except OSError:
-            if not (home / _MARKER).exists():  # else another process was first, with the same files
-                raise
+        temporary.rename(home)
+    except OSError:
+        if not (home / _MARKER).exists():  # else another process was first, with the same files
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -175,11 +157,9 @@ def _made(spec: ModelSpec, make: Callable[[Path], Path], temporary: Path) -> Pat
     except MstarError:
         raise
     except Exception as error:  # a plugin's code may raise anything; whatever it is, it is the plugin's
-        raise PluginError(
-            f"plugin {spec.name!r}: writing its tiny checkpoint failed: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise PluginError(f"plugin {spec.name!r}: writing its tiny checkpoint failed: {reason}") from error
     if not folder.is_dir() or not folder.is_relative_to(temporary):
-        raise PluginError(
-            f"plugin {spec.name!r}: {spec.tiny} returned {folder}; it must be a folder within {temporary}"
-        )
+        wrong = f"{spec.tiny} returned {folder}; it must be a folder within {temporary}"
+        raise PluginError(f"plugin {spec.name!r}: {wrong}")
     return folder.relative_to(temporary)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
@@ -57,9 +58,7 @@ class LoadedPlugin:
 
 def installed() -> list[InstalledPlugin]:
     """Every installed plugin, by name; one name may occur twice. Imports none."""
-    return sorted(
-        (_describe(point) for point in _entry_points()), key=lambda plugin: (plugin.name, plugin.distribution)
-    )
+    return sorted(map(_describe, _entry_points()), key=lambda plugin: (plugin.name, plugin.distribution))
 
 
 def load(name: str) -> LoadedPlugin:
@@ -72,8 +71,12 @@ def load(name: str) -> LoadedPlugin:
     point = _find(name)
     plugin = _describe(point)
     assert point.dist is not None
-    _check_requirement(plugin, _core_requirement(point.dist))
-    spec = _registered(plugin, _import(point, plugin))
+    with _blamed_on(plugin, "reading its requirements"):
+        needed = _core_requirement(point.dist)
+    _check_requirement(plugin, needed)
+    with _blamed_on(plugin, f"importing {plugin.value!r}"):
+        module = point.load()
+    spec = _registered(plugin, module)
     _check_requirement(plugin, spec.requires_core)
     _check_paths(plugin, spec)
     return LoadedPlugin(spec=spec, distribution=plugin.distribution, version=plugin.version)
@@ -95,16 +98,15 @@ def _key(name: str) -> str:
 
 def _find(name: str) -> EntryPoint:
     found = [point for point in _entry_points() if _key(point.name) == _key(name)]
-    claimants = [_describe(point) for point in found]
     if not found:
         plugins = installed()
-        listed = ", ".join(str(plugin) for plugin in plugins) or "none"
-        near = suggest(_key(name), [p.name for p in plugins])
+        listed = ", ".join(map(str, plugins)) or "none"
+        near = suggest(_key(name), [plugin.name for plugin in plugins])
         hint = near if near.startswith("; did you mean") else ""
         package = f"mstar-plugin-{_key(name).replace('_', '-')}"
         raise ConfigError(f"no plugin {name!r} is installed{hint}; installed: {listed}; try: pip install {package}")
     if len(found) > 1:
-        listed = " and ".join(f"{c.distribution} {c.version} ({c.value})" for c in claimants)
+        listed = " and ".join(f"{c.distribution} {c.version} ({c.value})" for c in map(_describe, found))
         raise ConfigError(f"plugin {name!r} is claimed by {listed}; uninstall all but one")
     return found[0]
 
@@ -114,14 +116,9 @@ def _find(name: str) -> EntryPoint:
 
 def _core_requirement(distribution: Distribution) -> str:
     """What the distribution's metadata says it needs, so that an old core is found before an import fails of it."""
-    for line in distribution.requires or ():
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue  # of another package, or pip would have refused to install it
-        if canonicalize_name(requirement.name) == CORE and (
-            requirement.marker is None or requirement.marker.evaluate()
-        ):
+    for requirement in map(Requirement, distribution.requires or ()):
+        applies = requirement.marker is None or requirement.marker.evaluate()
+        if applies and canonicalize_name(requirement.name) == CORE:
             return str(requirement.specifier)
     return ""
 
@@ -130,9 +127,8 @@ def _check_requirement(plugin: InstalledPlugin, needed: str) -> None:
     try:
         satisfied = SpecifierSet(needed).contains(mstar.__version__, prereleases=True)
     except InvalidSpecifier as error:
-        raise PluginError(
-            f"plugin {plugin}: requires_core is {needed!r}, not a version specifier such as >=0.1"
-        ) from error
+        wrong = f"requires_core is {needed!r}, not a version specifier such as >=0.1"
+        raise PluginError(f"plugin {plugin}: {wrong}") from error
     if not satisfied:
         raise ConfigError(
             f"plugin {plugin} needs {CORE} {needed}, but {mstar.__version__} is installed; "
@@ -143,13 +139,13 @@ def _check_requirement(plugin: InstalledPlugin, needed: str) -> None:
 # ---- its hook -------------------------------------------------------------------------------------------
 
 
-def _import(point: EntryPoint, plugin: InstalledPlugin) -> Any:
+@contextmanager
+def _blamed_on(plugin: InstalledPlugin, act: str) -> Iterator[None]:
+    """A plugin's code may raise anything; whatever it is, it is the plugin's."""
     try:
-        return point.load()
-    except Exception as error:  # a plugin's code may raise anything; whatever it is, it is the plugin's
-        raise PluginError(
-            f"plugin {plugin}: importing {plugin.value!r} failed: {type(error).__name__}: {error}"
-        ) from error
+        yield
+    except Exception as error:
+        raise PluginError(f"plugin {plugin}: {act} failed: {type(error).__name__}: {error}") from error
 
 
 def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
@@ -163,27 +159,20 @@ def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
         reason = " ".join(str(error).split())
         raise PluginError(f"plugin {plugin}: {reason}; the hook is register_models(register)") from error
     if not manager.hook.register_models.get_hookimpls():
-        raise PluginError(
-            f"plugin {plugin}: {plugin.value!r} has no hook register_models(register) marked with mstar.plugin.hookimpl"
-        )
+        wrong = f"{plugin.value!r} has no hook register_models(register) marked with mstar.plugin.hookimpl"
+        raise PluginError(f"plugin {plugin}: {wrong}")
     specs: list[ModelSpec] = []
-    try:
+    with _blamed_on(plugin, "its hook register_models"):
         manager.hook.register_models(register=specs.append)
-    except Exception as error:  # as in _import
-        raise PluginError(
-            f"plugin {plugin}: its hook register_models failed: {type(error).__name__}: {error}"
-        ) from error
+    where = f"plugin {plugin}: register_models registered"
     for spec in specs:
         if not isinstance(spec, ModelSpec):
-            raise PluginError(f"plugin {plugin}: register_models registered a {type(spec).__name__}, not a ModelSpec")
+            raise PluginError(f"{where} a {type(spec).__name__}, not a ModelSpec")
         if spec.name != plugin.name:
-            raise PluginError(
-                f"plugin {plugin}: register_models registered {spec.name!r}; the name must be the entry point's, "
-                f"{plugin.name!r}"
-            )
+            raise PluginError(f"{where} {spec.name!r}; the name must be the entry point's, {plugin.name!r}")
     if len(specs) != 1:
         count = "nothing" if not specs else f"{plugin.name!r} {len(specs)} times"
-        raise PluginError(f"plugin {plugin}: register_models registered {count}; it must register one model, once")
+        raise PluginError(f"{where} {count}; it must register one model, once")
     return specs[0]
 
 
@@ -191,28 +180,17 @@ def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
 
 
 def _check_paths(plugin: InstalledPlugin, spec: ModelSpec) -> None:
-    problems = []
-    for field, path in _dotted_paths(spec):
-        module, _, name = path.partition(":")
-        if not module or not name:
+    paths = {field: getattr(spec, field) for field in ("config", "processor", "tiny", "max_model_len", "voices")}
+    paths |= {f"nodes[{module!r}]": path for module, path in spec.nodes.items()}
+    problems = [] if spec.tasks else ["tasks is empty; a model has at least one task"]
+    for field, path in paths.items():
+        module, _, name = (path or "").partition(":")
+        if path is not None and not (module and name):
             problems.append(f"{field} is {path!r}; it must be of the form 'package.module:Name'")
-        elif not _exists(module):
+        elif module and not _exists(module):
             problems.append(f"{field} is {path!r}, but there is no module {module!r}")
-    if not spec.tasks:
-        problems.append("tasks is empty; a model has at least one task")
     if problems:
         raise PluginError(f"plugin {plugin}: its spec has wrong fields:\n" + "\n".join(f"  - {p}" for p in problems))
-
-
-def _dotted_paths(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    yield "config", spec.config
-    yield "processor", spec.processor
-    for field in ("tiny", "max_model_len", "voices"):
-        path = getattr(spec, field)
-        if path is not None:
-            yield field, path
-    for module, path in spec.nodes.items():
-        yield f"nodes[{module!r}]", path
 
 
 def _exists(module: str) -> bool:

@@ -9,25 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mstar.plugin.graph import (
-    Alias,
-    Call,
-    Drop,
-    DynamicLoop,
-    Each,
-    Fork,
-    Graph,
-    Loop,
-    Method,
-    Parallel,
-    Predicate,
-    Section,
-    Sequential,
-    Stream,
-    When,
-    calls,
-    children,
-)
+from mstar.plugin import graph as parts
 
 MethodKey = tuple[str, str]
 """(module, method): the unit of batching."""
@@ -42,10 +24,10 @@ class Run:
 
     node: str
     key: MethodKey
-    method: Method
+    method: parts.Method
     inputs: tuple[tuple[str, str], ...]  # (port, value)
     outputs: tuple[tuple[str, str], ...]
-    receives: tuple[tuple[str, Stream], ...]
+    receives: tuple[tuple[str, parts.Stream], ...]
     sends: tuple[tuple[str, str], ...]  # (port, stream name)
     emits: tuple[tuple[str, str], ...]
     target: str = ""
@@ -94,7 +76,7 @@ class Spawn:
     join: int
     fork: str | None
     collect: tuple[tuple[str, str], ...]
-    ordered: Predicate | None
+    ordered: parts.Predicate | None
     feeds: frozenset[str]
     emits: frozenset[str]
 
@@ -103,7 +85,7 @@ class Spawn:
 class Skip:
     """Go to `target`, leaving `absent` values absent, unless the predicate holds."""
 
-    predicate: Predicate
+    predicate: parts.Predicate
     target: int
     absent: tuple[str, ...]
 
@@ -112,7 +94,7 @@ class Skip:
 class KVStep:
     """A Fork, Alias or Drop."""
 
-    step: Fork | Alias | Drop
+    step: parts.Fork | parts.Alias | parts.Drop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,22 +128,22 @@ class Program:
 
 @dataclass(slots=True)
 class _Compiler:
-    graph: Graph
+    graph: parts.Graph
     ops: list[Op | None] = field(default_factory=list)
 
-    def emit(self, section: Section) -> None:
-        if isinstance(section, Call):
+    def emit(self, section: parts.Section) -> None:
+        if isinstance(section, parts.Call):
             self.ops.append(self._run(section))
-        elif isinstance(section, Sequential):
+        elif isinstance(section, parts.Sequential):
             for child in section.sections:
                 self.emit(child)
-        elif isinstance(section, Parallel):
+        elif isinstance(section, parts.Parallel):
             self._split(section)
-        elif isinstance(section, When):
+        elif isinstance(section, parts.When):
             self._skip(section)
-        elif isinstance(section, Each):
+        elif isinstance(section, parts.Each):
             self._spawn(section)
-        elif isinstance(section, Loop | DynamicLoop):
+        elif isinstance(section, parts.Loop | parts.DynamicLoop):
             self._loop(section)
         else:
             self.ops.append(KVStep(section))
@@ -170,7 +152,7 @@ class _Compiler:
         self.ops.append(None)
         return len(self.ops) - 1
 
-    def _run(self, call: Call) -> Run:
+    def _run(self, call: parts.Call) -> Run:
         node = self.graph.node(call.node)
         method = self.graph.method(call.target)
         assert node is not None and method is not None, call.target
@@ -189,7 +171,7 @@ class _Compiler:
             free_ports=tuple(p.name for p in method.inputs if p.layout == "rows" and p.shape is None),
         )
 
-    def _split(self, section: Parallel) -> None:
+    def _split(self, section: parts.Parallel) -> None:
         hole = self._hole()
         starts = []
         for branch in section.sections:
@@ -198,12 +180,12 @@ class _Compiler:
             self.ops.append(Join())
         self.ops[hole] = Split(tuple(starts), len(self.ops))
 
-    def _skip(self, section: When) -> None:
+    def _skip(self, section: parts.When) -> None:
         hole = self._hole()
         self.emit(section.section)
         self.ops[hole] = Skip(section.predicate, len(self.ops), tuple(written(section.section, self.graph)))
 
-    def _spawn(self, section: Each) -> None:
+    def _spawn(self, section: parts.Each) -> None:
         hole = self._hole()
         self.emit(section.section)
         self.ops.append(Join())
@@ -218,15 +200,15 @@ class _Compiler:
             emits=emits(section.section),
         )
 
-    def _loop(self, section: Loop | DynamicLoop) -> None:
+    def _loop(self, section: parts.Loop | parts.DynamicLoop) -> None:
         hole = self._hole()
         self.emit(section.section)
         self.ops.append(LoopEnd(hole + 1))
-        dynamic = isinstance(section, DynamicLoop)
+        dynamic = isinstance(section, parts.DynamicLoop)
         self.ops[hole] = LoopStart(
             dynamic=dynamic,
-            limit=section.limit if isinstance(section, DynamicLoop) else section.count,
-            budget=section.budget if isinstance(section, DynamicLoop) else None,
+            limit=section.limit if isinstance(section, parts.DynamicLoop) else section.count,
+            budget=section.budget if isinstance(section, parts.DynamicLoop) else None,
             exit=len(self.ops),
             collect=tuple(section.collect.items()),
             streams=ending_streams(section.section, self.graph) if dynamic else frozenset(),
@@ -234,45 +216,47 @@ class _Compiler:
         )
 
 
-def written(section: Section, graph: Graph) -> list[str]:
+def written(section: parts.Section, graph: parts.Graph) -> list[str]:
     """Values a section leaves behind, in order of first writing."""
     names: list[str] = []
-    if isinstance(section, Call):
+    if isinstance(section, parts.Call):
         method = graph.method(section.target)
         names += [section.outputs.get(port.name, port.name) for port in (method.outputs if method else ())]
-    elif not isinstance(section, Each):
-        names += [name for child in children(section) for name in written(child, graph)]
-    if isinstance(section, Each | Loop | DynamicLoop):
+    elif not isinstance(section, parts.Each):
+        names += [name for child in parts.children(section) for name in written(child, graph)]
+    if isinstance(section, parts.Each | parts.Loop | parts.DynamicLoop):
         names += section.collect.values()
     return list(dict.fromkeys(names))
 
 
-def calls_outside(section: Section, *kinds: type[Section]) -> Iterator[Call]:
+def calls_outside(section: parts.Section, *kinds: type[parts.Section]) -> Iterator[parts.Call]:
     """A section's calls that lie in no inner section of these kinds."""
-    if isinstance(section, Call):
+    if isinstance(section, parts.Call):
         yield section
     elif not isinstance(section, kinds):
-        for child in children(section):
+        for child in parts.children(section):
             yield from calls_outside(child, *kinds)
 
 
-def ending_streams(section: Section, graph: Graph) -> frozenset[str]:
+def ending_streams(section: parts.Section, graph: parts.Graph) -> frozenset[str]:
     """Streams whose end ends a loop with this body: those it receives outside inner loops and Eaches."""
-    received = [n for call in calls_outside(section, Loop, DynamicLoop, Each) for n in call.receives.values()]
+    received = [
+        n for call in calls_outside(section, parts.Loop, parts.DynamicLoop, parts.Each) for n in call.receives.values()
+    ]
     return frozenset(s.name for s in graph.streams if s.name in received and s.after_end == "end")
 
 
-def feeds(section: Section) -> frozenset[str]:
+def feeds(section: parts.Section) -> frozenset[str]:
     """Streams that a section sends on outside inner Eaches."""
-    return frozenset(name for call in calls_outside(section, Each) for name in call.sends.values())
+    return frozenset(name for call in calls_outside(section, parts.Each) for name in call.sends.values())
 
 
-def emits(section: Section) -> frozenset[str]:
+def emits(section: parts.Section) -> frozenset[str]:
     """Names under which a section emits outside inner Eaches."""
-    return frozenset(name for call in calls_outside(section, Each) for name in call.emits.values())
+    return frozenset(name for call in calls_outside(section, parts.Each) for name in call.emits.values())
 
 
-def compile_walk(graph: Graph, name: str) -> Program:
+def compile_walk(graph: parts.Graph, name: str) -> Program:
     """The flat program of one walk."""
     walk = graph.walk(name)
     assert walk is not None, name
@@ -286,11 +270,11 @@ def compile_walk(graph: Graph, name: str) -> Program:
         outputs=walk.outputs,
         feeds=feeds(walk.section),
         emits=emits(walk.section),
-        all_feeds=frozenset(stream for call in calls(walk.section) for stream in call.sends.values()),
-        receives=frozenset(stream for call in calls(walk.section) for stream in call.receives.values()),
+        all_feeds=frozenset(stream for call in parts.calls(walk.section) for stream in call.sends.values()),
+        receives=frozenset(stream for call in parts.calls(walk.section) for stream in call.receives.values()),
     )
 
 
-def compile_graph(graph: Graph) -> dict[str, Program]:
+def compile_graph(graph: parts.Graph) -> dict[str, Program]:
     """Walk name -> program, for every walk."""
     return {walk.name: compile_walk(graph, walk.name) for walk in graph.walks}

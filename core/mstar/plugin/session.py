@@ -44,14 +44,16 @@ class SessionTable:
         """
         dropped = self.expire(now=now)
         if name in self._idle_since:
-            raise _error(409, f"session {name!r} is open already; send only what continues it, or delete it first")
+            raise _error(
+                409, "session_open", f"session {name!r} is open already; send only what continues it, or delete it"
+            )
         if len(self._idle_since) >= self.max_sessions:
             longest = next(iter(self.idle()), None)
             if longest is None:
                 reason = (
                     f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
                 )
-                raise _error(429, f"{reason}; try again later, or raise --max-sessions", code="too_many_sessions")
+                raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
             self._forget(longest)
             dropped.append(longest)
         self._gone.pop(name, None)
@@ -60,9 +62,7 @@ class SessionTable:
 
     def resume(self, name: str, *, now: float) -> None:
         """Make an open session busy. Raises RequestError 409 if it is busy, 410 if it has expired, 404 if unknown."""
-        if not self.is_open(name, now=now):
-            raise self.missing(name)
-        self._refuse_busy(name)
+        self._take(name, now)
         self._idle_since[name] = None
 
     def release(self, name: str, *, now: float) -> None:
@@ -73,10 +73,7 @@ class SessionTable:
 
     def close(self, name: str, *, now: float) -> None:
         """Forget an idle session, as its client asks. Raises RequestError as `resume` does."""
-        if not self.is_open(name, now=now):
-            raise self.missing(name)
-        self._refuse_busy(name)
-        del self._idle_since[name]
+        self._take(name, now)
 
     def discard(self, name: str) -> None:
         """Forget a session whose request failed: what it kept cannot be continued. No error if it is not open."""
@@ -96,23 +93,21 @@ class SessionTable:
     def missing(self, name: str) -> RequestError:
         """The error for a request that would continue a session which is not open: 410 or 404."""
         if name in self._gone or name in self._idle_since:  # the latter: past its time, about to be expired
-            return _error(
-                410, f"session {name!r} has expired; idle sessions are kept for {self.ttl_s:g} s, at most "
-                f"{self.max_sessions} at once; open it again with a full request", code="session_expired",
-            )  # fmt: skip
-        return _error(
-            404, f"there is no session {name!r}; its first request must hold all inputs", code="session_not_found"
-        )
+            kept = f"kept for {self.ttl_s:g} s when idle, at most {self.max_sessions} at once"
+            return _error(410, "session_expired", f"session {name!r} has expired ({kept}); open it with all inputs")
+        return _error(404, "session_not_found", f"there is no session {name!r}; open it with all inputs")
 
     def _is_stale(self, name: str, now: float) -> bool:
         since = self._idle_since[name]
         return since is not None and now - since > self.ttl_s
 
-    def _refuse_busy(self, name: str) -> None:
+    def _take(self, name: str, now: float) -> None:
+        """Remove an open session that is idle."""
+        if not self.is_open(name, now=now):
+            raise self.missing(name)
         if self._idle_since[name] is None:
-            raise _error(
-                409, f"session {name!r} is busy with another request; wait until that has ended", code="session_busy"
-            )
+            raise _error(409, "session_busy", f"session {name!r} is busy with another request; wait until it has ended")
+        del self._idle_since[name]
 
     def _forget(self, name: str) -> None:
         del self._idle_since[name]
@@ -121,5 +116,5 @@ class SessionTable:
             del self._gone[next(iter(self._gone))]
 
 
-def _error(status: int, message: str, *, code: str = "session_open") -> RequestError:
+def _error(status: int, code: str, message: str) -> RequestError:
     return RequestError(message, status=status, param="session", code=code)

@@ -9,37 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import combinations
+from itertools import chain
 from typing import get_args
 
 from mstar.config import suggest
 from mstar.errors import PluginError
-from mstar.plugin.graph import (
-    KV,
-    Alias,
-    Call,
-    Drop,
-    DynamicLoop,
-    Each,
-    Fork,
-    Graph,
-    Layout,
-    Loop,
-    Method,
-    Node,
-    Parallel,
-    Policy,
-    Port,
-    Section,
-    Sequential,
-    Size,
-    SlidingWindow,
-    Stream,
-    Walk,
-    When,
-    calls,
-    sections,
-)
+from mstar.plugin import graph as parts
 from mstar.plugin.program import ending_streams, written
 from mstar.plugin.spec import ModelSpec
 from mstar.plugin.states import Start, States, Then
@@ -50,7 +25,7 @@ _DTYPES = (*_FLOATS, *_INTEGERS, "bool")
 _WIRING = {"inputs": "input", "receives": "input", "outputs": "output", "sends": "output", "emits": "output"}
 
 
-def validate(graph: Graph, spec: ModelSpec | None = None) -> None:
+def validate(graph: parts.Graph, spec: ModelSpec | None = None) -> None:
     """Raise PluginError with every problem of `graph`; with `spec`, also where spec and graph disagree."""
     report = _Report()
     _check(graph, spec, report)
@@ -60,7 +35,7 @@ def validate(graph: Graph, spec: ModelSpec | None = None) -> None:
         raise PluginError(f"{owner}the graph has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _check(graph: Graph, spec: ModelSpec | None, report: _Report) -> None:
+def _check(graph: parts.Graph, spec: ModelSpec | None, report: _Report) -> None:
     report.require_distinct("node", [n.name for n in graph.nodes])
     report.require_distinct("walk", [w.name for w in graph.walks])
     report.require_distinct("stream", [s.name for s in graph.streams])
@@ -70,7 +45,9 @@ def _check(graph: Graph, spec: ModelSpec | None, report: _Report) -> None:
     flow = _Flow(graph)
     for walk in graph.walks:
         flow.follow(walk, report)
-    tasks = dict.fromkeys([*(spec.tasks if spec else ()), *_named_tasks(graph.states)]) or (None,)
+    rules: list[Start | Then] = [*graph.states.starts, *graph.states.thens]
+    named = [rule.task for rule in rules if rule.task is not None]
+    tasks = dict.fromkeys([*(spec.tasks if spec else ()), *named]) or (None,)
     lanes = {task: _lanes(graph.states, task) for task in tasks}
     _check_states(graph, lanes, report)
     for stream in graph.streams:
@@ -96,10 +73,9 @@ class _Report:
         if not holds:
             self.problems[self.place + problem] = None
 
-    def require_known(self, name: str, known: Iterable[str], problem: str) -> bool:
+    def require_known(self, name: str, known: Iterable[str], before: str, after: str = "") -> None:
         names = list(known)
-        self.require(name in names, f"{problem} {name!r}{suggest(name, names)}")
-        return name in names
+        self.require(name in names, f"{before} {name!r}{after}{suggest(name, names)}")
 
     def require_distinct(self, kind: str, names: Collection[str]) -> None:
         for name in dict.fromkeys(names):
@@ -110,13 +86,12 @@ class _Report:
 # ---- nodes ----------------------------------------------------------------------------------------------
 
 
-def _check_node(node: Node, report: _Report) -> None:
+def _check_node(node: parts.Node, report: _Report) -> None:
     at = report.at(f"node {node.name!r}")
     at.require(node.name.isidentifier(), "its name must be an identifier, so that 'node.method' can name its methods")
     at.require_distinct("method", [m.name for m in node.methods])
     for method in node.methods:
         at = report.at(f"{node.name}.{method.name}")
-        at.require(method.name.isidentifier(), "the name of a method must be an identifier")
         if method.max_batch is not None:
             at.require(method.max_batch >= 1, f"max_batch is {method.max_batch}; it must be at least 1")
         for side, ports in (("input", method.inputs), ("output", method.outputs)):
@@ -130,16 +105,16 @@ def _check_node(node: Node, report: _Report) -> None:
             _check_kv(method, method.kv, at)
 
 
-def _check_port(port: Port, at: _Report) -> None:
+def _check_port(port: parts.Port, at: _Report) -> None:
     is_keyword = port.name.isidentifier() and port.name not in ("self", "ctx")
     at.require(is_keyword, "the name must be an identifier other than self and ctx, for it is a keyword of the method")
-    at.require_known(port.layout, get_args(Layout), "unknown layout")
+    at.require_known(port.layout, get_args(parts.Layout), "unknown layout")
     at.require_known(port.dtype, _DTYPES, "unknown dtype")
     wrong = f"shape {port.shape} must hold positive integers; use shape=None for a shape that varies"
     at.require(all(isinstance(size, int) and size > 0 for size in port.shape or ()), wrong)
 
 
-def _check_kv(method: Method, kv: KV, at: _Report) -> None:
+def _check_kv(method: parts.Method, kv: parts.KV, at: _Report) -> None:
     at.require(kv.label, "its KV label is empty")
     at.require_known(kv.attention, ("causal", "full"), "unknown attention")
     at.require(kv.tokens >= 1, f"KV tokens is {kv.tokens}; it must be at least 1")
@@ -161,9 +136,9 @@ def _check_kv(method: Method, kv: KV, at: _Report) -> None:
             at.require(port.optional or port.name == kv.ids, wrong)
 
 
-def _check_shared_modules(graph: Graph, report: _Report) -> None:
+def _check_shared_modules(graph: parts.Graph, report: _Report) -> None:
     """Nodes of one module batch together: a method must mean the same to all of them, but for its KV label."""
-    seen: dict[tuple[str, str], tuple[str, Method]] = {}
+    seen: dict[tuple[str, str], tuple[str, parts.Method]] = {}
     for node in graph.nodes:
         for method in node.methods:
             plain = replace(method, kv=replace(method.kv, label="")) if method.kv else method
@@ -173,23 +148,16 @@ def _check_shared_modules(graph: Graph, report: _Report) -> None:
             report.require(other == plain, f"{who} but {what}")
 
 
-def _mismatch(source: Port, target: Port) -> str | None:
+def _mismatch(source: parts.Port, target: parts.Port) -> str | None:
     """Why values of one port cannot be those of another, or None."""
     if "item" in (source.layout, target.layout):
         return None
     if source.dtype != target.dtype and not {source.dtype, target.dtype} <= {*_FLOATS}:
         return f"one is {source.dtype}, the other {target.dtype}"
-    one, other = _task_shape(source), _task_shape(target)
-    if one is None or other is None:
+    is_same = source.shape == target.shape or None in (source.shape, target.shape)
+    if is_same or source.layout != target.layout:
         return None
-    if len(one) == len(other) and all(a == b or "n" in (a, b) for a, b in zip(one, other, strict=True)):
-        return None
-    return f"one has shape ({', '.join(map(str, one))}), the other ({', '.join(map(str, other))})"
-
-
-def _task_shape(port: Port) -> tuple[int | str, ...] | None:
-    """The shape of one task's value, "n" where any size fits; None: any."""
-    return ("n", *port.shape) if port.layout == "tokens" and port.shape is not None else port.shape
+    return f"one has shape {source.shape}, the other {target.shape}"
 
 
 # ---- walks ----------------------------------------------------------------------------------------------
@@ -201,17 +169,12 @@ _NOT_YET = "in the first iteration of a loop that carries it, for nothing feeds 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One end of a stream: `depth` Eaches around the call, and which branch it is in of each Parallel around it."""
+    """One end of a stream: `depth` Eaches around the call."""
 
     walk: str
     target: str
-    port: Port
+    port: parts.Port
     depth: int
-    branches: tuple[tuple[int, int], ...]
-
-    def beside(self, other: _End) -> bool:
-        branches = dict(other.branches)
-        return self.walk == other.walk and any(branches.get(key, branch) != branch for key, branch in self.branches)
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +188,7 @@ class _Value:
         is_list: of collected values.
     """
 
-    port: Port | None = None
+    port: parts.Port | None = None
     absent: str = ""
     missing: str = ""
     is_list: bool = False
@@ -240,7 +203,6 @@ class _Scope:
     values: dict[str, _Value]
     is_open: bool
     depth: int = 0
-    branches: tuple[tuple[int, int], ...] = ()
 
     def inner(self) -> _Scope:
         return replace(self, values=dict(self.values))
@@ -257,21 +219,19 @@ class _Scope:
 class _Flow:
     """Goes through walks once, section by section: what they name exists, and every port is fed where it is read."""
 
-    graph: Graph
+    graph: parts.Graph
     senders: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
     receivers: dict[str, list[_End]] = field(default_factory=lambda: defaultdict(list))
     labels: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        steps = [step for walk in self.graph.walks for step in sections(walk.section)]
-        self.labels |= {step.new for step in steps if isinstance(step, Fork | Alias)}
+        steps = [step for walk in self.graph.walks for step in parts.sections(walk.section)]
+        self.labels |= {step.new for step in steps if isinstance(step, parts.Fork | parts.Alias)}
         self.labels |= {m.kv.label for node in self.graph.nodes for m in node.methods if m.kv}
 
-    def follow(self, walk: Walk, report: _Report) -> None:
+    def follow(self, walk: parts.Walk, report: _Report) -> None:
         at = report.at(f"walk {walk.name!r}")
-        at.require_distinct("input", walk.inputs)
-        at.require_distinct("output", walk.outputs)
-        inside = calls(walk.section)
+        inside = parts.calls(walk.section)
         at.require(inside, "it calls no method")
         # an unknown method could have written anything: its absence is one problem, not many
         is_open = not all(self.graph.method(call.target) for call in inside)
@@ -281,26 +241,26 @@ class _Flow:
             missing = scope.read(name).missing
             at.require(not missing, f"nothing produces its output {name!r}{missing}")
 
-    def visit(self, section: Section, scope: _Scope) -> None:
-        if isinstance(section, Call):
+    def visit(self, section: parts.Section, scope: _Scope) -> None:
+        if isinstance(section, parts.Call):
             self.call(section, scope)
-        elif isinstance(section, Sequential):
+        elif isinstance(section, parts.Sequential):
             for child in section.sections:
                 self.visit(child, scope)
-        elif isinstance(section, Parallel):
+        elif isinstance(section, parts.Parallel):
             self.parallel(section, scope)
-        elif isinstance(section, When):
+        elif isinstance(section, parts.When):
             self.when(section, scope)
-        elif isinstance(section, Each):
+        elif isinstance(section, parts.Each):
             self.each(section, scope)
-        elif isinstance(section, Loop | DynamicLoop):
+        elif isinstance(section, parts.Loop | parts.DynamicLoop):
             self.loop(section, scope)
-        elif isinstance(section, Fork | Alias | Drop):
+        elif isinstance(section, parts.Fork | parts.Alias | parts.Drop):
             self.kv_step(section, scope)
         else:
             scope.report.require(False, f"{section!r} is not a section")
 
-    def call(self, call: Call, scope: _Scope) -> None:
+    def call(self, call: parts.Call, scope: _Scope) -> None:
         at = scope.report.at(call.target)
         node, method = self.graph.node(call.node), self.graph.method(call.target)
         if node is None:
@@ -314,7 +274,7 @@ class _Flow:
                     self.feed(call, port, scope, at)
             scope.values |= {call.outputs.get(p.name, p.name): _Value(port=p) for p in method.outputs}
 
-    def wiring(self, call: Call, method: Method, scope: _Scope, at: _Report) -> None:
+    def wiring(self, call: parts.Call, method: parts.Method, scope: _Scope, at: _Report) -> None:
         for kind, side in _WIRING.items():
             ports = method.inputs if side == "input" else method.outputs
             for name in getattr(call, kind):
@@ -328,10 +288,10 @@ class _Flow:
             for name, stream in getattr(call, kind).items():
                 at.require_known(stream, streams, f"{kind} port {name!r}: there is no stream")
                 if port := find(name):
-                    end = _End(scope.walk, call.target, port, scope.depth, scope.branches)
+                    end = _End(scope.walk, call.target, port, scope.depth)
                     ends[stream] += [end] if end not in ends[stream] else []
 
-    def feed(self, call: Call, port: Port, scope: _Scope, at: _Report) -> None:
+    def feed(self, call: parts.Call, port: parts.Port, scope: _Scope, at: _Report) -> None:
         name = call.inputs.get(port.name, port.name)
         value = scope.read(name)
         where = f"input port {port.name!r}"
@@ -347,30 +307,27 @@ class _Flow:
             wrong = _mismatch(value.port, port) or ""
             at.require(not wrong, f"{where} does not fit the output port {value.port.name!r} that feeds it: {wrong}")
 
-    def parallel(self, section: Parallel, scope: _Scope) -> None:
-        written_by = [written(branch, self.graph) for branch in section.sections]
-        every = [name for names in written_by for name in names]
+    def parallel(self, section: parts.Parallel, scope: _Scope) -> None:
+        values = [written(branch, self.graph) for branch in section.sections]
+        every = [*chain(*values)]
         for name in every:
             wrong = f"two branches of a Parallel write value {name!r}; rename one through outputs"
             scope.report.require(every.count(name) == 1, wrong)
         results: dict[str, _Value] = {}
-        for index, (branch, own) in enumerate(zip(section.sections, written_by, strict=True)):
+        for branch, own in zip(section.sections, values, strict=True):
             inner = scope.inner()
-            inner.branches += ((id(section), index),)
             inner.hide({*every} - {*own}, "is written by another branch of the same Parallel")
             self.visit(branch, inner)
             results |= {name: inner.values[name] for name in own}
         scope.values |= results
 
-    def when(self, section: When, scope: _Scope) -> None:
-        wrong = f"When {section.name}: the predicate {section.predicate!r} cannot be called"
-        scope.report.require(callable(section.predicate), wrong)
+    def when(self, section: parts.When, scope: _Scope) -> None:
         inner = scope.inner()
         self.visit(section.section, inner)
         for name in written(section.section, self.graph):
             scope.values[name] = replace(inner.values[name], absent=_SKIPPED)
 
-    def each(self, section: Each, scope: _Scope) -> None:
+    def each(self, section: parts.Each, scope: _Scope) -> None:
         if section.fork is not None:
             scope.report.at("Each").require_known(section.fork, self.labels, "no method uses KV label")
         at = scope.report.at(f"Each over {section.over!r}")
@@ -384,20 +341,18 @@ class _Flow:
         self.visit(section.section, inner)
         body = written(section.section, self.graph)
         scope.hide([name for name in body if name not in scope.values or scope.values[name].missing], _IN_EACH)
-        self.collect(section, body, scope, at)
+        self.collect(section.collect, body, scope, at)
 
-    def loop(self, section: Loop | DynamicLoop, scope: _Scope) -> None:
-        inside = calls(section)
+    def loop(self, section: parts.Loop | parts.DynamicLoop, scope: _Scope) -> None:
+        inside = parts.calls(section)
         at = scope.report.at(f"{type(section).__name__} {section.name or f'of {inside[0].target if inside else None}'}")
-        word, count = ("count", section.count) if isinstance(section, Loop) else ("limit", section.limit)
+        word, count = ("count", section.count) if isinstance(section, parts.Loop) else ("limit", section.limit)
         at.require(not isinstance(count, int) or count >= 1, f"its {word} is {count}; it must be at least 1")
-        wrong = (
-            "it has no limit, so its body must receive a stream with after_end='end' (outside inner loops and Eaches)"
-        )
+        wrong = "it has no limit, so its body must receive a stream with after_end='end' outside inner loops and Eaches"
         at.require(count is not None or ending_streams(section.section, self.graph), wrong)
         body = written(section.section, self.graph)
         for name in section.carry:
-            at.require(name in body, f"its body does not write {name!r}, which it carries{suggest(name, body)}")
+            at.require_known(name, body, "its body does not write", ", which it carries")
         carried = {name: scope.read(name) for name in section.carry}
         carried = {name: _Value(absent=_NOT_YET) if value.missing else value for name, value in carried.items()}
         for _ in range(2):  # the second time around, the carried values are those the body left behind
@@ -407,31 +362,23 @@ class _Flow:
             self.visit(section.section, inner)
             carried = {name: inner.values[name] for name in carried}
         scope.values |= {name: inner.values[name] for name in body}
-        self.collect(section, body, scope, at)
+        self.collect(section.collect, body, scope, at)
 
-    def collect(self, section: Each | Loop | DynamicLoop, body: list[str], scope: _Scope, at: _Report) -> None:
-        for name, target in section.collect.items():
-            at.require(name in body, f"its body does not write {name!r}, which it collects{suggest(name, body)}")
+    def collect(self, names: Mapping[str, str], body: list[str], scope: _Scope, at: _Report) -> None:
+        for name, target in names.items():
+            at.require_known(name, body, "its body does not write", ", which it collects")
             scope.values[target] = _Value(is_list=True)
 
-    def kv_step(self, step: Fork | Alias | Drop, scope: _Scope) -> None:
+    def kv_step(self, step: parts.Fork | parts.Alias | parts.Drop, scope: _Scope) -> None:
         at = scope.report.at(type(step).__name__)
-        source = step.label if isinstance(step, Drop) else step.source
+        source = step.label if isinstance(step, parts.Drop) else step.source
         at.require_known(source, self.labels, "no method uses KV label")
-        if not isinstance(step, Drop):
-            wrong = f"{step.new!r} cannot be made from {source!r}; give the new sequence another name"
-            at.require(step.new and step.new != source, wrong)
 
 
 # ---- states ---------------------------------------------------------------------------------------------
 
 _Lanes = Mapping[str | None, Mapping[str, set[str]]]
 """Task -> walk -> lanes the walk may run on."""
-
-
-def _named_tasks(states: States) -> list[str]:
-    rules: list[Start | Then] = [*states.starts, *states.thens]
-    return [rule.task for rule in rules if rule.task is not None]
 
 
 def _lanes(states: States, task: str | None) -> dict[str, set[str]]:
@@ -447,7 +394,7 @@ def _lanes(states: States, task: str | None) -> dict[str, set[str]]:
     return lanes
 
 
-def _check_states(graph: Graph, lanes: _Lanes, report: _Report) -> None:
+def _check_states(graph: parts.Graph, lanes: _Lanes, report: _Report) -> None:
     at, states, walks = report.at("states"), graph.states, [w.name for w in graph.walks]
     at.require(states.starts, "no walk starts; add a Start")
     for start in states.starts:
@@ -456,47 +403,41 @@ def _check_states(graph: Graph, lanes: _Lanes, report: _Report) -> None:
         at.require_known(then.walk, walks, "Then names no walk:")
         at.require_known(then.after, walks, "Then after names no walk:")
     for name in walks:
-        is_reached = any(name in running for running in lanes.values())
-        report.at(f"walk {name!r}").require(
-            is_reached, "no state reaches it; add a Start or a Then, or remove the walk"
-        )
+        unreached = f"walk {name!r}: no state reaches it; add a Start or a Then, or remove the walk"
+        report.require(any(name in running for running in lanes.values()), unreached)
 
 
-def _check_spec(graph: Graph, spec: ModelSpec, lanes: _Lanes, report: _Report) -> None:
+def _check_spec(graph: parts.Graph, spec: ModelSpec, lanes: _Lanes, report: _Report) -> None:
     at = report.at("spec")
     modules = dict.fromkeys(node.module for node in graph.nodes)
     for module in modules:
         at.require_known(module, spec.nodes, "nodes has no path for module")
     for module in spec.nodes:
-        wrong = f"nodes names module {module!r}, which no node of the graph has{suggest(module, modules)}"
-        at.require(module in modules, wrong)
-    for task in _named_tasks(graph.states):
-        wrong = f"there is no task {task!r} in the spec{suggest(task, spec.tasks)}"
-        report.at("states").require(task in spec.tasks, wrong)
-    for task in spec.tasks:
-        at.require(lanes[task], f"task {task!r} starts no walk; add a Start for it")
+        at.require_known(module, modules, "nodes names module", ", which no node of the graph has")
+    for task, walks in lanes.items():
+        report.at("states").require_known(str(task), spec.tasks, "there is no task", " in the spec")
+        at.require(walks, f"task {task!r} starts no walk; add a Start for it")
 
 
 # ---- streams --------------------------------------------------------------------------------------------
 
 
-def _check_policy(stream: Stream, at: _Report) -> None:
+def _check_policy(stream: parts.Stream, at: _Report) -> None:
     at.require_known(stream.after_end, ("end", "absent"), "unknown after_end")
     policy = stream.policy
-    if not isinstance(policy, Policy):
-        at.require(False, f"{policy!r} is no policy; known: {', '.join(kind.__name__ for kind in get_args(Policy))}")
+    if not isinstance(policy, parts.Policy):
+        at.require(False, f"{policy!r} is no policy; known: Fixed, SlidingWindow, LeftContext, Whole")
         return
     for size in fields(policy):
         place = f"{type(policy).__name__} {size.name}"
         _check_size(getattr(policy, size.name), place, 0 if size.name == "context" else 1, at)
-    if isinstance(policy, SlidingWindow) and isinstance(policy.window, int) and isinstance(policy.stride, int):
+    if isinstance(policy, parts.SlidingWindow) and isinstance(policy.window, int) and isinstance(policy.stride, int):
         wrong = f"stride {policy.stride} is more than window {policy.window}, so items would be skipped"
         at.require(policy.stride <= policy.window, wrong)
 
 
-def _check_size(size: Size, place: str, least: int, at: _Report) -> None:
+def _check_size(size: parts.Size, place: str, least: int, at: _Report) -> None:
     if isinstance(size, str):
-        at.require(size, f"{place} names no request field")
         return
     sizes = size if isinstance(size, tuple) else (size,)
     at.require(sizes, f"{place} is an empty schedule; give at least one size")
@@ -511,10 +452,6 @@ def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _
     walks = sorted({end.walk for end in receivers})
     wrong = f"walks {', '.join(walks)} all receive it; a stream has one consumer, declare one for each"
     at.require(len(walks) <= 1, wrong)
-    for side, ends in (("send on", senders), ("receive", receivers)):
-        for one, other in combinations(ends, 2):
-            wrong = f"walk {one.walk!r}: branches of one Parallel {side} it, in no defined order"
-            at.require(not one.beside(other), wrong)
     for task, running in lanes.items():
         subject = f"task {task!r} starts" if task else "states start"
         is_fed = not senders or any(end.walk in running for end in senders)
@@ -523,7 +460,7 @@ def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _
             at.require(is_fed or walk not in running, wrong)
 
 
-def _check_edges(graph: Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> None:
+def _check_edges(graph: parts.Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> None:
     """Each sender with each receiver: side by side, of one type, and as deep.
 
     A child of an `Each` has its own cursor in a lane it feeds, so all streams of a lane must split it alike.
@@ -538,19 +475,19 @@ def _check_edges(graph: Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> N
         one, other = sender.walk, receiver.walk
         wrong = f"walk {one!r} both sends on and receives it; a stream joins walks that run side by side"
         at.require(one != other, wrong)
-        shared = [(running[one], running[other]) for running in lanes.values() if {one, other} <= running.keys()]
-        is_one_lane = shared and all(a == b and len(a) == 1 for a, b in shared)
-        lane = "".join(shared[0][0]) if is_one_lane else ""
+        both = [running for running in lanes.values() if {one, other} <= running.keys()]
+        used = {lane for running in both for lane in running[one] | running[other]}
+        lane = min(used, default="")
         wrong = f"walks {one!r} and {other!r} both run on lane {lane!r}, one after the other; use two lanes"
-        at.require(one == other or not is_one_lane, wrong)
+        at.require(one == other or len(used) != 1, wrong)
         is_present = stream.after_end == "end" or receiver.port.optional
         wrong = (
             f"input port {receiver.port.name!r} must be optional: it is absent once stream {stream.name!r} has ended"
         )
         report.at(f"walk {other!r}").at(receiver.target).require(is_present, wrong)
-        wrong = _mismatch(sender.port, replace(receiver.port, shape=None))  # a chunk may be shaped otherwise
+        unfit = _mismatch(sender.port, replace(receiver.port, shape=None))  # a chunk may be shaped otherwise
         ports = f"output port {sender.port.name!r} of {sender.target} does not fit input port {receiver.port.name!r}"
-        at.require(not wrong, f"{ports} of {receiver.target}: {wrong}")
+        at.require(not unfit, f"{ports} of {receiver.target}: {unfit}")
         sent, read = base[one] + sender.depth, base[other] + receiver.depth
         wrong = (
             f"{sender.target} in walk {one!r} sends inside {sent} Each, but {receiver.target} in walk {other!r} "

@@ -23,19 +23,12 @@ def look_ahead(step: Step, scheduler: Scheduler) -> None:
         if work.is_rebuild or not work.is_last or work.request.is_dead or cursor.work is not work:
             continue
         try:
-            found = _next_run(cursor, work)
-        except Exception:  # noqa: BLE001  # a predicate raised: it will again, when the cursor gets there
+            ahead = _predict(cursor, work, step, scheduler, index=index)
+        except Exception:  # noqa: BLE001  # a predicate or an input is wrong: it will be again, when its turn comes
             continue
-        if found is None:
-            continue
-        op, iteration, absent = found
-        inputs = _inputs(cursor, op, work, step, index=index, absent=absent)
-        if inputs is None:
-            continue
-        ahead = scheduler.make_work(cursor, op, inputs=inputs, chunks={})
-        ahead.iteration = iteration
-        cursor.ahead = ahead
-        scheduler.add(ahead)
+        if ahead is not None:
+            cursor.ahead = ahead
+            scheduler.add(ahead)
 
 
 def adopts(ahead: Work, op: Run, cursor: Cursor) -> bool:
@@ -49,6 +42,19 @@ def _is_same(one: Any, other: Any) -> bool:
     if type(one) is Row and type(other) is Row:
         return one.batch.tensor is other.batch.tensor and one.at == other.at
     return one is other
+
+
+def _predict(cursor: Cursor, work: Work, step: Step, scheduler: Scheduler, *, index: int) -> Work | None:
+    found = _next_run(cursor, work)
+    if found is None:
+        return None
+    op, iteration, absent = found
+    inputs = _inputs(cursor, op, work, step, index=index, absent=absent)
+    if inputs is None:
+        return None
+    ahead = scheduler.make_work(cursor, op, inputs=inputs, chunks={})
+    ahead.iteration = iteration
+    return ahead
 
 
 def _next_run(cursor: Cursor, work: Work) -> tuple[Run, int, set[str]] | None:

@@ -50,6 +50,9 @@ def finish(step: Step, modules: Modules) -> Finished:
         work.undo = None
         if work.is_cancelled or work.request.is_dead:
             continue
+        if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:
+            result.done.append((work, {}))  # its item has ended meanwhile
+            continue
         if not work.is_rebuild:
             _keep_token_outputs(step, method, i, work)
         if work.is_rebuild or not work.is_last:

@@ -36,6 +36,7 @@ class Holdings:
         self.requests: dict[str, RequestState] = {}
         self.sessions: dict[str, dict[str, Scope]] = {}
         scheduler.tenants = self.tenants
+        scheduler.requests = self.requests
 
     # ---- requests and sessions --------------------------------------------------------------------------
 
@@ -45,9 +46,10 @@ class Holdings:
         kept = self.sessions.pop(info.session, {}) if info.session is not None else {}
         view = RequestView(info.task, info.outputs, params, info.fields, info.session, bool(kept))
         request = self.requests[info.request_id] = RequestState(info, view, kept_scopes=kept)
-        request.runtime_s = self.scheduler.least_runtime(self.requests.values())
+        request.runtime_s = self.scheduler.fair_share_s
         for scope in kept.values():
             scope.request = scope.tenant.request = request
+            scope.draw_key = draw_key(info.seed, scope.path, "noise")
             scope.tenant.order = (info.arrival, -1)
             request.tenants[-1] = scope.tenant
 
@@ -57,6 +59,7 @@ class Holdings:
         if session is not None:
             kept = request.kept_scopes | {name: x.scope for name, x in request.lanes.items() if x.scope is not None}
             for scope in kept.values():
+                self.modules.free_rows(scope)  # its next request brings its own parameters and seed
                 scope.tenant.order = (float("inf"), -1)
             self.sessions[session] = kept
             request.tenants.pop(-1, None)

@@ -233,13 +233,17 @@ class Modules:
         """Free everything a scope holds."""
         for key in list(scope.sequences):
             self.drop(scope, key)
+        self.free_rows(scope)
+        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
+
+    def free_rows(self, scope: Scope) -> None:
+        """Free a scope's slot rows and host states; what it does next begins with zeroed ones."""
         for module, row in scope.rows.items():
             if module not in scope.saved_rows:
                 self.by_name[module].slots.free(row)
         scope.rows.clear()
         scope.saved_rows.clear()
         scope.states.clear()
-        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
 
     # ---- tenants ----------------------------------------------------------------------------------------
 
@@ -300,9 +304,9 @@ class Modules:
         for scope in tenant.scopes:
             for module in self.by_name.values():
                 for sequence in scope.distinct(module.name):
-                    if sequence.length:
-                        assert module.pool is not None
-                        module.pool.forget(sequence)
+                    assert module.pool is not None
+                    module.pool.forget(sequence)
+                    if sequence.history:
                         tenant.forgotten.append((module.name, scope, sequence))
         tenant.is_swapped = True
 

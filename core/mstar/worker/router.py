@@ -6,6 +6,7 @@ clock; what is ready goes to the scheduler's queues, what the client's side must
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, plain
 from mstar.worker.streams import StreamBuffer
 
+log = logging.getLogger("mstar.worker")
+
 
 class Router:
     """Interprets programs for all requests of one worker."""
@@ -40,6 +43,7 @@ class Router:
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
         self.output = Output()
+        scheduler.fail = self.fail
         self._consumers = {stream: p for p in self.programs.values() for stream in p.receives}
         self._items = self._stream_items(graph)
 
@@ -129,6 +133,7 @@ class Router:
                 Failed(request_id=name, message=error.message, status=error.status, param=error.param, code=error.code)
             )
         else:
+            log.error("request %s failed", name, exc_info=error)
             self.output.messages.append(Failed(request_id=name, message=f"{type(error).__name__}: {error}"))
 
     # ---- scopes and cursors -----------------------------------------------------------------------------
@@ -282,6 +287,9 @@ class Router:
 
     def _fan_out(self, cursor: Cursor, op: Split | Spawn) -> bool:
         """Start a cursor's branches or children; False if there are none and it can go on."""
+        if cursor.waiting:  # the next child of an ordered Each
+            self._start_child(cursor.waiting.pop(), op)
+            return True
         cursor.results = []
         if isinstance(op, Split):
             children = [self._branch(cursor, pc, index) for index, pc in enumerate(op.branches)]
@@ -334,7 +342,7 @@ class Router:
         parent.results.append(cursor)
         parent.pending -= 1
         if parent.waiting:
-            self._start_child(parent.waiting.pop(), op)  # type: ignore[arg-type]
+            self.advance(parent)  # still at its Spawn
         elif parent.pending == 0:
             self._collect(parent, op)  # type: ignore[arg-type]
             self.advance(parent)

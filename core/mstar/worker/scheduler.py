@@ -8,7 +8,7 @@ measured time in, nothing here reads a clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +38,24 @@ class Scheduler:
 
     Args:
         tenants: gives every tenant of the worker, idle sessions included.
+        requests: the worker's requests.
+        fail: ends a request that asks for what it cannot get, such as a sampler's row; its work is discarded.
     """
 
     def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
         self.modules = modules
         self.config = config
         self.tenants: Callable[[], Iterable[Tenant]] = tuple
+        self.requests: Mapping[str, RequestState] = {}
+        self.fail: Callable[[RequestState, Exception], None]
         self.num_swaps = 0
         self.num_rebuilds = 0
         self.has_moved = False  # a tenant came back or was moved since the last call of next_batch
         self._suspended: list[Cursor] = []
         self._queues: dict[MethodKey, list[Work]] = {}
         self._runtime_s: dict[MethodKey, float] = {}
+        self._least_s = 0.0  # runtime of the method that ran last: those that had nothing to do begin there
+        self._share_s = 0.0  # what a request would have had, had it been here always and got its fair share
 
     # ---- ready work -------------------------------------------------------------------------------------
 
@@ -87,8 +93,7 @@ class Scheduler:
     def add(self, work: Work) -> None:
         queue = self._queues.setdefault(work.key, [])
         if not queue:
-            active = [self._runtime_s.get(key, 0.0) for key, other in self._queues.items() if other]
-            self._runtime_s[work.key] = max(self._runtime_s.get(work.key, 0.0), min(active, default=0.0))
+            self._runtime_s[work.key] = max(self._runtime_s.get(work.key, 0.0), self._least_s)
         queue.append(work)
 
     def cancel(self, work: Work) -> None:
@@ -104,12 +109,11 @@ class Scheduler:
         self._suspended = [cursor for cursor in self._suspended if cursor.lane.request is not request]
 
     def discard_scope(self, scope: Scope) -> None:
-        """Forget the recomputation of what a scope no longer needs."""
+        """Forget the recomputation of what a scope no longer needs, or must begin anew."""
         if scope.tenant.num_rebuilding:
-            for key, queue in self._queues.items():
-                kept = [work for work in queue if not (work.is_rebuild and work.scope is scope)]
-                scope.tenant.num_rebuilding -= len(queue) - len(kept)
-                self._queues[key] = kept
+            for work in [work for work in self.works() if work.is_rebuild and work.scope is scope]:
+                self.cancel(work)
+                scope.tenant.num_rebuilding -= 1
 
     def works(self) -> Iterator[Work]:
         for queue in self._queues.values():
@@ -133,14 +137,15 @@ class Scheduler:
 
     # ---- fairness ---------------------------------------------------------------------------------------
 
-    @staticmethod
-    def least_runtime(requests: Iterable[RequestState]) -> float:
-        """Where a new request starts, so that neither it nor the others starve."""
-        return min((request.runtime_s for request in requests), default=0.0)
+    @property
+    def fair_share_s(self) -> float:
+        """Where a new request starts, so that neither it nor the others starve, however many keep coming."""
+        return self._share_s
 
     def record(self, batch: Batch, seconds: float) -> None:
         """Account a batch's measured time to its method and its requests."""
         self._runtime_s[batch.key] = self._runtime_s.get(batch.key, 0.0) + seconds
+        self._share_s += seconds / max(1, len(self.requests))
         share = seconds / len(batch.works)
         for work in batch.works:
             work.request.runtime_s += share
@@ -156,18 +161,24 @@ class Scheduler:
         for key in ready:
             works = self._gather(key)
             if works:
+                self._least_s = max(self._least_s, self._runtime_s[key])
+                for other in ready[: ready.index(key)]:  # waiting for memory earns them no time
+                    self._runtime_s[other] = max(self._runtime_s[other], self._runtime_s[key])
                 taken = set(map(id, works))
                 self._queues[key] = [work for work in self._queues[key] if id(work) not in taken]
                 return Batch(key, works)
         return None
 
     def victim_of_deadlock(self) -> RequestState:
-        """When work is ready, nothing runs and nothing can be moved: whose request must fail (the youngest's)."""
-        scopes = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
-        return max(scopes, key=lambda scope: scope.tenant.order).request
+        """When work is ready, nothing runs and nothing can be moved: the youngest request whose end frees pages."""
+        waiting = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
+        holding = [t for t in self.tenants() if not t.request.is_dead and self.modules.num_pages_held(t)]
+        return max(holding or [scope.tenant for scope in waiting], key=lambda tenant: tenant.order).request
 
     def _gather(self, key: MethodKey) -> list[Work]:
         queue = self._queues[key]
+        if not queue:
+            return []
         method, has_tokens = queue[0].op.method, queue[0].op.has_tokens
         limit = min(method.max_batch or self.config.max_num_seqs, self.config.max_num_seqs)
         if len(queue) > limit:
@@ -179,9 +190,14 @@ class Scheduler:
         for work in list(queue):
             if len(picked) == limit or budget <= 0:
                 break
-            if picked and work.shape_key != picked[0].shape_key:
+            if work.is_cancelled or (picked and work.shape_key != picked[0].shape_key):
                 continue
-            if self._prepare(work, budget, picked):
+            try:
+                is_ready = self._prepare(work, budget, picked)
+            except Exception as error:  # noqa: BLE001  # attributed to the request
+                self.fail(work.request, error)
+                return self._gather(key)
+            if is_ready:
                 picked.append(work)
                 if has_tokens:
                     budget -= work.num_tokens
@@ -264,14 +280,16 @@ class Scheduler:
         victims = [
             other
             for other in self.tenants()
-            if other.order > tenant.order and not other.is_swapped and not other.in_flight and id(other) not in busy
+            if other.rank > tenant.rank and not other.is_swapped and not other.in_flight and id(other) not in busy
         ]
         for victim in sorted(victims, key=lambda other: other.order, reverse=True):
             if self.modules.num_pages_held(victim) == 0:
                 continue
             if self.modules.swap_out(victim):
                 self.num_swaps += 1
-            elif not victim.num_rebuilding and self.modules.can_forget(victim):
+            elif self.modules.can_forget(victim):
+                for scope in victim.scopes:
+                    self.discard_scope(scope)
                 self.modules.forget(victim)
                 self.num_rebuilds += 1
             else:
@@ -282,12 +300,9 @@ class Scheduler:
 
     def _bring_back(self, tenant: Tenant, picked: list[Work]) -> bool:
         """Swap a tenant in, or start to recompute it, if there is room; the oldest makes room for itself."""
-        root = tenant.request.tenants.get(-1)
-        if root is not None and root is not tenant and root.is_swapped and not self._bring_back(root, picked):
-            return False
         while not self._fits(tenant):
-            oldest = min((other.order for other in self.tenants()), default=tenant.order)
-            if tenant.order != oldest or not self._preempt(tenant, picked):
+            oldest = min((other.rank for other in self.tenants()), default=tenant.rank)
+            if tenant.rank != oldest or not self._preempt(tenant, picked):
                 return False
         self.has_moved = True
         tenant.is_swapped = False

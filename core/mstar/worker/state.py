@@ -115,6 +115,11 @@ class Tenant:
         """The item of the outermost Each; -1 for what lies outside any."""
         return self.order[1]
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Who makes room for whom: the greater for the less. Outside of an Each waits for the items, so comes last."""
+        return self.order if self.item >= 0 else (self.order[0], float("inf"))
+
 
 @dataclass(slots=True, eq=False)
 class EachGroup:

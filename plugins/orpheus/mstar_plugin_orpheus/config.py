@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mstar.errors import ConfigError
-from mstar_plugin_orpheus.frames import FRAME_CODES, LEVEL_SLOTS
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES, LEVEL_SLOTS
 
 CHECKPOINT = "canopylabs/orpheus-3b-0.1-ft"
 TOKENIZER = "canopylabs/orpheus-3b-0.1-pretrained"

@@ -27,7 +27,7 @@ from mstar.plugin.graph import (
     Walk,
 )
 from mstar.plugin.states import RequestView, Start, States
-from mstar_plugin_orpheus.frames import FRAME_CODES, WINDOW_FRAMES
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES, WINDOW_FRAMES
 
 
 def is_budgeted(request: RequestView, iteration: int) -> bool:

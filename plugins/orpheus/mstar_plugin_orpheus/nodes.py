@@ -18,7 +18,7 @@ from mstar.plugin.nodes import Context, KVLayout, Node, Plan, Sampler, Task
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_orpheus import weights
 from mstar_plugin_orpheus.config import OrpheusConfig
-from mstar_plugin_orpheus.frames import FRAME_CODES, LEVEL_SLOTS, FrameAssembler, new_frames
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES, LEVEL_SLOTS, FrameAssembler, new_frames
 from mstar_plugin_orpheus.modeling.snac import SnacDecoder
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mstar_plugin_orpheus.config import AUDIO_OFFSET
-from mstar_plugin_orpheus.frames import FRAME_CODES
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES
 
 SEED = 20
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstar.plugin.graph import SlidingWindow
-from mstar_plugin_orpheus.frames import FRAME_CODES, WINDOW_FRAMES, FrameAssembler, new_frames, token_ids
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES, WINDOW_FRAMES, FrameAssembler, new_frames, token_ids
 
 BASE, SIZE = 316, 4096
 STOP = 308

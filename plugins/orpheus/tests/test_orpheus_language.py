@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
-from mstar.layers.sampling import SamplingState
+from mstar.layers.sampling import SamplingState, process_logits
 from mstar.layers.sampling import sample as draw
 from mstar.plugin.nodes import Context, Task
 from mstar.plugin.spec import Checkpoint
@@ -109,6 +109,22 @@ def test_penalised_ids_are_those_of_the_original(golden: Any, model: LanguageMod
     sampling = SamplingParams(temperature=0, repetition_penalty=1.3)
     (ids,), _ = Engine(model).generate([prompt], steps=84, sampling=sampling)
     assert ids == golden.answers[case]["rep_penalty_1_3_greedy_ids"]
+
+
+@pytest.mark.parametrize("case", ["p0", "p1"])
+def test_the_default_sampler_keeps_what_the_original_keeps(golden: Any, model: LanguageModel, case: str) -> None:
+    prompt = golden.answers["prompts"][int(case[1])]["input_ids"]
+    engine = Engine(model)
+    (ids,), logits = engine.generate([prompt], steps=21)
+    engine.sampling.set_row(
+        1, SamplingParams(temperature=0.6, top_p=0.8, repetition_penalty=1.3), 0, [*prompt, *ids[:20]]
+    )
+    probabilities = process_logits(logits[20], engine.sampling, torch.tensor([1])).softmax(-1)[0]
+    answer = golden.answers[case]["sampler_step20_T0.6_p0.8_rp1.3"]
+    assert int((probabilities > 0).sum()) == answer["n_kept"]
+    likeliest = probabilities.topk(20)
+    assert likeliest.indices.tolist() == answer["ids"]
+    torch.testing.assert_close(likeliest.values, torch.tensor(answer["probs"]), atol=1e-6, rtol=1e-3)
 
 
 @torch.inference_mode()

@@ -1,10 +1,11 @@
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_plugin_orpheus.segments import MAX_CHARACTERS, segment, sentences
+from mstar_plugin_orpheus.processing.segments import MAX_CHARACTERS, segment, sentences
 
 
 def visible(text: str) -> str:
@@ -139,3 +140,16 @@ def test_no_text_is_lost_and_no_segment_too_long(text: str, limit: int) -> None:
     assert visible("".join(parts)) == visible(text)
     assert all(part == part.strip() and 0 < len(part) <= limit for part in parts)
     assert visible("".join(sentences(text))) == visible(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["." * 100_000, "a" + " " * 100_000 + "b", "\n" * 100_000 + "b", ",'" * 50_000, ".'" * 50_000, "!" + "'" * 100_000,
+     "\n " * 50_000 + "b", "a. " * 33_000, "。" * 100_000, "x" * 100_000, "(" * 100_000, "a.b." * 25_000],
+    ids=lambda text: repr(text[:4]),
+)  # fmt: skip
+def test_no_text_takes_long(text: str) -> None:
+    start = time.process_time()
+    parts = segment(f"Well, {text} so.")
+    assert time.process_time() - start < 2
+    assert visible("".join(parts)) == visible(f"Well, {text} so.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mstar.plugin.nodes import Context, StreamChunk, Task
 from mstar.plugin.spec import Checkpoint
-from mstar_plugin_orpheus.frames import LEVEL_SLOTS
+from mstar_plugin_orpheus.modeling.frames import LEVEL_SLOTS
 from mstar_plugin_orpheus.nodes import Codec
 from mstar_plugin_orpheus.plugin import CodecParams
 

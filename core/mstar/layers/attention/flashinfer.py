@@ -2,7 +2,7 @@
 
 FlashInfer knows causal requests and requests where every query sees everything. So each row is cut into runs, causal
 ones and bidirectional spans, and a run is a request of its own whose KV ends where the run does. Uncached rows are two
-attentions, over the cached context and over the new tokens, merged by their log-sum-exp.
+attentions, over the new tokens and over the cached context, merged by their log-sum-exp.
 
 Limits, where plain torch takes over: head dimensions other than 64, 128 and 256, dtypes other than float16 and
 bfloat16, uncached queries with a sliding window, and batch invariance, which fixes the order of the arithmetic.
@@ -22,18 +22,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mstar.errors import ConfigError
-from mstar.layers.attention.plain import PlainBackend
-from mstar.layers.attention.plan import AttentionPlan, HostPlan, IntArray, Pool, Varlen
+from mstar.layers.attention.plain import PlainBackend, write_kv
+from mstar.layers.attention.plan import AttentionPlan, HostPlan, Pool, Varlen
 
 logger = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 _LAYOUT = "HND"  # the pool's (num_pages, Hkv, page_size, D)
+_DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+_PAGED = "BatchPrefillWithPagedKVCacheWrapper"
+_RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 class _Shape(NamedTuple):
-    """What a wrapper is planned for, besides the rows."""
+    """What a wrapper is planned for, besides the requests."""
 
     heads: int
     kv_heads: int
@@ -43,47 +46,41 @@ class _Shape(NamedTuple):
     window: int
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Virtual requests of one wrapper.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Requests:
+    """What one wrapper computes in one run.
 
     Args:
-        tokens: the batch's tokens that are its queries, in order; None: all.
-        query_starts: (R + 1,).
-        kv_starts: (R + 1,) in pages, or in tokens for ragged requests.
-        kv_index: pages, in order; for ragged requests the new tokens to read, None: all.
-        last_page_lens: (R,) tokens in the last page; empty for ragged requests.
+        kind: the wrapper's name.
+        layout: int32 tensors on the host, the first arguments of its `plan`.
+        options: keywords of its `plan`.
+        queries: tokens, in order, on the device.
+        keys: likewise the new tokens that are read, if the pool is not.
     """
 
-    tokens: IntArray | None
-    query_starts: IntArray
-    kv_starts: IntArray
-    kv_index: IntArray | None
-    last_page_lens: IntArray
+    kind: str
+    layout: tuple[Tensor, ...]
+    options: dict[str, Any]
+    queries: Tensor
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """Consecutive tokens [begins, ends) of one row that are all causal, or all see the same."""
+class Runs:
+    """Consecutive tokens [begins, ends) of one row that see as far as `kv_lens`: all of them, or causally the last."""
 
     rows: NDArray[np.integer[Any]]
     begins: NDArray[np.integer[Any]]
     ends: NDArray[np.integer[Any]]
     kv_lens: NDArray[np.integer[Any]]
 
-    def where(self, chosen: NDArray[np.bool_]) -> _Runs:
-        return _Runs(self.rows[chosen], self.begins[chosen], self.ends[chosen], self.kv_lens[chosen])
+    def where(self, chosen: NDArray[np.bool_]) -> Runs:
+        return Runs(self.rows[chosen], self.begins[chosen], self.ends[chosen], self.kv_lens[chosen])
 
 
-def cut_runs(host: HostPlan) -> tuple[_Runs, _Runs]:
+def cut_runs(host: HostPlan) -> tuple[Runs, Runs]:
     """The causal runs and the bidirectional ones of a batch, each in order of tokens."""
-    starts, visible = host.query_starts, host.visible_end
-    rows = np.flatnonzero(host.query_lens)
-    if host.causal:
-        ends = starts[rows + 1]
-        runs = _Runs(rows, starts[rows], ends, visible[ends - 1])
-        return runs, runs.where(np.zeros(len(rows), dtype=np.bool_))
-    row_of = np.repeat(np.arange(len(host.query_lens)), host.query_lens)
+    row_of, visible = host.row_of, host.visible_end
     # Causal tokens see ever further, tokens of a span equally far: equal neighbours are a span.
     as_before = np.zeros(len(row_of) + 1, dtype=np.bool_)
     as_before[1:-1] = (row_of[1:] == row_of[:-1]) & (visible[1:] == visible[:-1])
@@ -92,46 +89,12 @@ def cut_runs(host: HostPlan) -> tuple[_Runs, _Runs]:
     new_run[1:] = (row_of[1:] != row_of[:-1]) | (in_span[1:] != in_span[:-1]) | (in_span[1:] & ~as_before[1:-1])
     begins = np.flatnonzero(new_run)
     ends = np.append(begins[1:], len(row_of))
-    runs = _Runs(row_of[begins], begins, ends, visible[ends - 1])
+    runs = Runs(row_of[begins], begins, ends, visible[ends - 1])
     return runs.where(~in_span[begins]), runs.where(in_span[begins])
 
 
-def paged_requests(runs: _Runs, host: HostPlan, *, page_size: int) -> Requests:
-    """Requests that read the pages of their run's row, up to the run's `kv_lens`."""
-    counts = -(-runs.kv_lens // page_size)
-    table = host.page_table[runs.rows]
-    pages = table[np.arange(table.shape[1])[None] < counts[:, None]]
-    return Requests(
-        tokens=_tokens(runs.begins, runs.ends, total=len(host.visible_end)),
-        query_starts=_starts(runs.ends - runs.begins),
-        kv_starts=_starts(counts),
-        kv_index=pages.astype(np.int32),
-        last_page_lens=(runs.kv_lens - (counts - 1) * page_size).astype(np.int32),
-    )
-
-
-def context_requests(host: HostPlan, *, page_size: int) -> Requests:
-    """Requests in which the new tokens of each row read its cached context, where there is one."""
-    rows = np.flatnonzero((host.query_lens > 0) & (host.context_lens > 0))
-    runs = _Runs(rows, host.query_starts[rows], host.query_starts[rows + 1], host.context_lens[rows])
-    return paged_requests(runs, host, page_size=page_size)
-
-
-def ragged_requests(runs: _Runs, host: HostPlan) -> Requests:
-    """Requests that read their row's new tokens, up to the run's `kv_lens`."""
-    begins = host.query_starts[runs.rows]
-    lens = runs.kv_lens - host.context_lens[runs.rows]
-    return Requests(
-        tokens=_tokens(runs.begins, runs.ends, total=len(host.visible_end)),
-        query_starts=_starts(runs.ends - runs.begins),
-        kv_starts=_starts(lens),
-        kv_index=_tokens(begins, begins + lens, total=len(host.visible_end)),
-        last_page_lens=np.empty(0, dtype=np.int32),
-    )
-
-
 class FlashInferBackend:
-    """FlashInfer's batch wrappers, one per role and shape, sharing one workspace.
+    """FlashInfer's batch wrappers, one per use and shape, sharing one workspace.
 
     Args:
         strict: the operator named this backend: what it cannot do is an error, not a warning.
@@ -149,7 +112,6 @@ class FlashInferBackend:
             except ImportError as error:
                 raise ConfigError(f"attention backend 'flashinfer': {error}; install mstar-core[cuda]") from error
         self._module = module
-        self._device = device
         self._strict = strict
         self._plain = PlainBackend()
         self._warned: set[str] = set()
@@ -160,212 +122,136 @@ class FlashInferBackend:
 
     def require(self, *, head_dim: int, dtype: torch.dtype) -> None:
         """Raise ConfigError (`strict`) or warn once when plain torch must do this shape."""
-        reason = _unsupported(head_dim=head_dim, dtype=dtype)
-        if reason is not None:
-            self._fall_back(reason)
+        self._can(head_dim=head_dim, dtype=dtype)
 
     def paged(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
-        reason = _unsupported(head_dim=q.shape[2], dtype=q.dtype)
-        if window and not plan.write:
-            reason = "FlashInfer cannot window queries that are not cached"
-        if reason is not None:
-            self._fall_back(reason)
-        if reason is not None or plan.batch_invariant:
+        can = self._can(head_dim=q.shape[2], dtype=q.dtype, uncached_window=window > 0 and not plan.write)
+        if not can or plan.batch_invariant or q.shape[0] == 0:
             return self._plain.paged(q, k, v, pool, plan, scale=scale, window=window)
-        if q.shape[0] == 0:
-            return torch.empty_like(q)
+        if plan.write:
+            write_kv(plan, k=k, v=v, pool=pool)
         shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if not plan.write:
-            return self._uncached(q, k, v, pool, plan, shape)
-        self._append(k, v, pool, plan)
-        if plan.decode:
-            return self._decode(q, pool, plan, shape)
-        return self._cached(q, pool, plan, shape)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for role, requests in _step_requests(plan).items():
+            key, tokens = (role, requests.kind, shape), requests.queries
+            wrapper = self._planned(key, requests.kind, requests, requests.layout, shape, **requests.options)
+            if plan.write and len(tokens) == len(q):
+                return wrapper.run(q.contiguous(), pool)  # type: ignore[no-any-return]
+            queries = q.index_select(0, tokens)
+            if plan.write:
+                out.index_copy_(0, tokens, wrapper.run(queries, pool))
+                continue
+            read = (pool,) if requests.keys is None else (x.index_select(0, requests.keys) for x in (k, v))
+            mixed, weight = wrapper.run(queries, *read, return_lse=True)
+            if role == "context":  # comes last: these queries have seen the new tokens already
+                mixed, weight = self._module.merge_state(mixed, weight, out[tokens], lse[tokens])
+            out.index_copy_(0, tokens, mixed)
+            lse.index_copy_(0, tokens, weight)
+        return out
 
     def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
-        reason = _unsupported(head_dim=q.shape[2], dtype=q.dtype)
-        if reason is not None:
-            self._fall_back(reason)
-        if reason is not None or how.batch_invariant or q.shape[0] == 0:
+        can = self._can(head_dim=q.shape[2], dtype=q.dtype)
+        if not can or how.batch_invariant or q.shape[0] == 0:
             return self._plain.varlen(q, k, v, starts, how=how)
         shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, how.scale, how.window)
         key = ("varlen", how.causal, shape)
-        wrapper = self._wrapper(key, "BatchPrefillWithRaggedKVCacheWrapper")
-        if self._planned_for.get(key) is not starts:
-            edges = starts.cpu()
-            wrapper.plan(edges, edges, *shape[:3], causal=how.causal, **_options(shape))
-            self._planned_for[key] = starts
+        # The edges are fetched from the device only to be planned.
+        edges = () if self._planned_for.get(key) is starts else (starts.cpu(),) * 2
+        wrapper = self._planned(key, _RAGGED, starts, edges, shape, causal=how.causal)
         return wrapper.run(q.contiguous(), k.contiguous(), v.contiguous())  # type: ignore[no-any-return]
 
-    # ---- the three kinds of step over the pool ----------------------------------------------------------
-
-    def _decode(self, q: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
-        # The kernels without tensor cores exist for a few group sizes only.
-        key = ("decode", shape)
-        wrapper = self._wrapper(
-            key, "BatchDecodeWithPagedKVCacheWrapper", use_tensor_cores=shape.heads > shape.kv_heads
-        )
-        if self._planned_for.get(key) is not plan:
-            requests = self._requests(plan, "causal")
-            wrapper.plan(
-                _tensor(requests.kv_starts),
-                _tensor(requests.kv_index),
-                _tensor(requests.last_page_lens),
+    def _planned(
+        self, key: Hashable, kind: str, source: object, layout: tuple[Tensor, ...], shape: _Shape, **options: Any
+    ) -> Any:
+        """The wrapper of this use and shape, planned for the source unless it already is."""
+        if key not in self._wrappers:
+            # Decode kernels without tensor cores exist for a few group sizes only.
+            own = {"use_tensor_cores": shape.heads > shape.kv_heads} if kind == _DECODE else {}
+            self._wrappers[key] = getattr(self._module, kind)(self._workspace, _LAYOUT, **own)
+        if self._planned_for.get(key) is not source:
+            self._wrappers[key].plan(
+                *layout,
                 *shape[:3],
-                plan.page_size,
-                **_options(shape),
+                pos_encoding_mode="NONE",
+                window_left=shape.window - 1,  # counts the keys before the query; -1 is none
+                sm_scale=shape.scale,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.dtype,
+                **options,
             )
-            self._planned_for[key] = plan
-        return wrapper.run(q, pool)  # type: ignore[no-any-return]
+            self._planned_for[key] = source
+        return self._wrappers[key]
 
-    def _cached(self, q: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
-        out = torch.empty_like(q)
-        for role in ("causal", "open"):
-            requests = self._requests(plan, role)
-            if len(requests.query_starts) == 1:
-                continue
-            wrapper = self._plan_paged(role, plan, shape, causal=role == "causal")
-            if requests.tokens is None:
-                return wrapper.run(q, pool)  # type: ignore[no-any-return]
-            tokens = self._index(plan, role, "tokens")
-            out.index_copy_(0, tokens, wrapper.run(q.index_select(0, tokens), pool))
-        return out
-
-    def _uncached(self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, shape: _Shape) -> Tensor:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for role in ("new causal", "new open"):
-            requests = self._requests(plan, role)
-            if len(requests.query_starts) == 1:
-                continue
-            key = (role, shape)
-            wrapper = self._wrapper(key, "BatchPrefillWithRaggedKVCacheWrapper")
-            if self._planned_for.get(key) is not plan:
-                edges = _tensor(requests.query_starts), _tensor(requests.kv_starts)
-                wrapper.plan(*edges, *shape[:3], causal=role == "new causal", **_options(shape))
-                self._planned_for[key] = plan
-            tokens, read = self._index(plan, role, "tokens"), self._index(plan, role, "kv_index")
-            new = wrapper.run(
-                q.index_select(0, tokens), k.index_select(0, read), v.index_select(0, read), return_lse=True
-            )
-            out.index_copy_(0, tokens, new[0])
-            lse.index_copy_(0, tokens, new[1])
-        if len(self._requests(plan, "context").query_starts) > 1:
-            wrapper = self._plan_paged("context", plan, shape, causal=False)
-            tokens = self._index(plan, "context", "tokens")
-            old = wrapper.run(q.index_select(0, tokens), pool, return_lse=True)
-            merged, _ = self._module.merge_state(*old, out.index_select(0, tokens), lse.index_select(0, tokens))
-            out.index_copy_(0, tokens, merged)
-        return out
-
-    def _append(self, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan) -> None:
-        args = plan.derived.get("flashinfer append")
-        if args is None:
-            host, size = plan.host, plan.page_size
-            rows = np.repeat(np.arange(len(host.query_lens), dtype=np.int32), host.query_lens)
-            local = np.arange(len(rows), dtype=np.int32) - host.query_starts[rows]
-            kv_lens = host.context_lens + host.query_lens
-            counts = -(-kv_lens // size)
-            pages = host.page_table[np.arange(host.page_table.shape[1])[None] < counts[:, None]]
-            arrays = (rows, host.context_lens[rows] + local, pages, _starts(counts), kv_lens - (counts - 1) * size)
-            args = plan.derived["flashinfer append"] = tuple(_tensor(a).to(self._device) for a in arrays)
-        rows_of, positions, *paging = args
-        self._module.append_paged_kv_cache(k, v, rows_of, positions, pool, *paging, kv_layout=_LAYOUT)
-
-    # ---- planning ---------------------------------------------------------------------------------------
-
-    def _requests(self, plan: AttentionPlan, role: str) -> Requests:
-        requests = plan.derived.get(("flashinfer", role))
-        if requests is None:
-            if role == "context":
-                requests = context_requests(plan.host, page_size=plan.page_size)
-            else:
-                runs = cut_runs(plan.host)[role.endswith("open")]
-                if role.startswith("new"):
-                    requests = ragged_requests(runs, plan.host)
-                else:
-                    requests = paged_requests(runs, plan.host, page_size=plan.page_size)
-            plan.derived["flashinfer", role] = requests
-        return requests  # type: ignore[no-any-return]
-
-    def _index(self, plan: AttentionPlan, role: str, field: str) -> Tensor:
-        """`Requests.tokens` or `kv_index` on the device."""
-        index = plan.derived.get(("flashinfer", role, field))
-        if index is None:
-            array = getattr(self._requests(plan, role), field)
-            if array is None:
-                array = np.arange(len(plan.host.visible_end), dtype=np.int32)
-            index = plan.derived["flashinfer", role, field] = _tensor(array).long().to(self._device)
-        return index  # type: ignore[no-any-return]
-
-    def _plan_paged(self, role: str, plan: AttentionPlan, shape: _Shape, *, causal: bool) -> Any:
-        key = (role, shape)
-        wrapper = self._wrapper(key, "BatchPrefillWithPagedKVCacheWrapper")
-        if self._planned_for.get(key) is not plan:
-            requests = self._requests(plan, role)
-            wrapper.plan(
-                _tensor(requests.query_starts),
-                _tensor(requests.kv_starts),
-                _tensor(requests.kv_index),
-                _tensor(requests.last_page_lens),
-                *shape[:3],
-                plan.page_size,
-                causal=causal,
-                **_options(shape),
-            )
-            self._planned_for[key] = plan
-        return wrapper
-
-    def _wrapper(self, key: Hashable, kind: str, **options: Any) -> Any:
-        wrapper = self._wrappers.get(key)
-        if wrapper is None:
-            wrapper = self._wrappers[key] = getattr(self._module, kind)(self._workspace, _LAYOUT, **options)
-        return wrapper
-
-    def _fall_back(self, reason: str) -> None:
+    def _can(self, *, head_dim: int, dtype: torch.dtype, uncached_window: bool = False) -> bool:
+        """Whether FlashInfer has a kernel; if not, an error or one warning says so."""
+        if head_dim not in _HEAD_DIMS:
+            reason = f"FlashInfer has no kernel for head dimension {head_dim}, only for {_HEAD_DIMS}"
+        elif dtype not in _DTYPES:
+            reason = f"FlashInfer has no kernel for {dtype}, only for float16 and bfloat16"
+        elif uncached_window:
+            reason = "FlashInfer cannot window queries that are not cached"
+        else:
+            return True
         if self._strict:
             raise ConfigError(f"attention backend 'flashinfer': {reason}; use 'auto' to let plain torch do it")
         if reason not in self._warned:
             self._warned.add(reason)
             logger.warning("attention falls back to plain torch: %s", reason)
+        return False
 
 
-def _unsupported(*, head_dim: int, dtype: torch.dtype) -> str | None:
-    if head_dim not in _HEAD_DIMS:
-        return f"FlashInfer has no kernel for head dimension {head_dim}, only for {_HEAD_DIMS}"
-    if dtype not in _DTYPES:
-        return f"FlashInfer has no kernel for {dtype}, only for float16 and bfloat16"
-    return None
+def _step_requests(plan: AttentionPlan) -> dict[str, _Requests]:
+    """By their role, in order: of new tokens, causal and open, and of the context of uncached ones."""
+    requests: dict[str, _Requests] | None = plan.derived.get("flashinfer")
+    if requests is None:
+        host, requests = plan.host, {}
+        for role, runs in zip(("causal", "open"), cut_runs(host), strict=True):
+            if len(runs.rows):
+                of_runs = _paged_requests if plan.write else _ragged_requests
+                requests[role] = of_runs(runs, plan, causal=role == "causal")
+        rows = np.flatnonzero((host.query_lens > 0) & (host.context_lens > 0))
+        if len(rows) and not plan.write:
+            context = Runs(rows, host.query_starts[rows], host.query_starts[rows + 1], host.context_lens[rows])
+            requests["context"] = _paged_requests(context, plan, causal=False)
+        plan.derived["flashinfer"] = requests
+    return requests
 
 
-def _options(shape: _Shape) -> dict[str, Any]:
-    """Keywords that every wrapper's plan takes. FlashInfer's window counts the keys before the query."""
-    return {
-        "pos_encoding_mode": "NONE",
-        "window_left": shape.window - 1 if shape.window else -1,
-        "sm_scale": shape.scale,
-        "q_data_type": shape.dtype,
-        "kv_data_type": shape.dtype,
-    }
+def _paged_requests(runs: Runs, plan: AttentionPlan, *, causal: bool) -> _Requests:
+    """Requests that read the pages of their run's row, up to the run's `kv_lens`."""
+    counts = -(-runs.kv_lens // plan.page_size)
+    table = plan.host.page_table[runs.rows]
+    pages = table[np.arange(table.shape[1]) < counts[:, None]]
+    paging = _starts(counts), _on_host(pages), _on_host(runs.kv_lens - (counts - 1) * plan.page_size)
+    queries = _tokens(runs.begins, runs.ends, plan)
+    if plan.decode and plan.write:
+        return _Requests(_DECODE, paging, {"page_size": plan.page_size}, queries)
+    layout = _starts(runs.ends - runs.begins), *paging
+    return _Requests(_PAGED, layout, {"page_size": plan.page_size, "causal": causal}, queries)
 
 
-def _starts(lens: NDArray[np.integer[Any]]) -> IntArray:
-    starts = np.zeros(len(lens) + 1, dtype=np.int32)
-    np.cumsum(lens, out=starts[1:])
-    return starts
+def _ragged_requests(runs: Runs, plan: AttentionPlan, *, causal: bool) -> _Requests:
+    """Requests that read their row's new tokens, up to the run's `kv_lens`."""
+    begins = plan.host.query_starts[runs.rows]
+    lens = runs.kv_lens - plan.host.context_lens[runs.rows]
+    layout = _starts(runs.ends - runs.begins), _starts(lens)
+    queries, keys = _tokens(runs.begins, runs.ends, plan), _tokens(begins, begins + lens, plan)
+    return _Requests(_RAGGED, layout, {"causal": causal}, queries, keys)
 
 
-def _tokens(begins: NDArray[np.integer[Any]], ends: NDArray[np.integer[Any]], *, total: int) -> IntArray | None:
-    """The tokens of [begins, ends), concatenated; None when they are all tokens in order."""
-    starts = _starts(ends - begins)
-    if starts[-1] == total and (begins == starts[:-1]).all():
-        return None
-    return (np.arange(starts[-1]) + np.repeat(begins - starts[:-1], ends - begins)).astype(np.int32)
+def _on_host(array: NDArray[np.integer[Any]]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))
 
 
-def _tensor(array: IntArray | None) -> Tensor:
-    assert array is not None
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
+def _starts(lens: NDArray[np.integer[Any]]) -> Tensor:
+    return _on_host(np.append(0, np.cumsum(lens)))
+
+
+def _tokens(begins: NDArray[np.integer[Any]], ends: NDArray[np.integer[Any]], plan: AttentionPlan) -> Tensor:
+    """The tokens of [begins, ends), concatenated, on the device."""
+    lens = ends - begins
+    steps = np.arange(lens.sum()) + np.repeat(begins - np.cumsum(lens) + lens, lens)
+    return torch.from_numpy(steps.astype(np.int64)).to(plan.query_starts.device)

@@ -32,15 +32,14 @@ class Varlen:
     batch_invariant: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class HostPlan:
-    """Numpy twins of `AttentionPlan`'s tensors.
+    """Numpy twins of `AttentionPlan`'s tensors, and what follows from them.
 
     Args:
         query_lens: (B,) int32, new tokens of each row.
-        causal: no query sees past itself.
-        max_query_len: most new tokens of a row.
-        max_kv_len: most tokens, context and new, of a row.
+        row_of: (T,) the row of each new token.
+        positions: (T,) int32, where each new token stands in its row's KV.
     """
 
     query_starts: IntArray
@@ -48,9 +47,23 @@ class HostPlan:
     page_table: IntArray
     visible_end: IntArray
     query_lens: IntArray
-    causal: bool
-    max_query_len: int
-    max_kv_len: int
+    row_of: NDArray[np.intp]
+    positions: IntArray
+
+    @property
+    def causal(self) -> bool:
+        """No query sees past itself."""
+        return bool((self.visible_end == self.positions + 1).all())
+
+    @property
+    def max_query_len(self) -> int:
+        """Most new tokens of a row."""
+        return int(self.query_lens.max(initial=0))
+
+    @property
+    def max_kv_len(self) -> int:
+        """Most tokens, context and new, of a row."""
+        return int((self.context_lens + self.query_lens).max(initial=0))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -103,115 +116,51 @@ def build_plan(
         full: (B,) the row's new tokens are one bidirectional block.
         spans: per row, None or (n, 2): [start, end) of bidirectional spans within the row's new tokens.
     """
-    # Python's max over a list of batch size is several times faster than numpy's.
-    lens = query_lens.tolist()
-    rows, tokens, max_query_len = len(lens), sum(lens), max(lens, default=0)
-    decode = max_query_len == 1 and tokens == rows
-    max_kv_len = max((context_lens + query_lens).tolist(), default=0)
-    stored = max_kv_len if write else max(context_lens.tolist(), default=0)
-    width = max(-(-stored // page_size), 1)
+    stored = int((context_lens + query_lens if write else context_lens).max(initial=0))
     assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
-
-    # One buffer, hence one copy to a device; the int64 slots come first so that they are aligned.
-    ends = _running(2 * tokens, tokens, rows + 1, rows, rows * width)
-    buffer = np.empty(ends[-1], dtype=np.int32)
-    slots = buffer[: ends[0]].view(np.int64)
-    visible_end, starts = buffer[ends[0] : ends[1]], buffer[ends[1] : ends[2]]
-    contexts, pages = buffer[ends[2] : ends[3]], buffer[ends[3] :].reshape(rows, width)
-    contexts[:] = context_lens
-    pages[:] = page_table[:, :width]
-    causal = True
-    if decode:
-        starts[:] = _arange(rows + 1)
-        positions, row_of = contexts, _arange(rows)
-        np.add(contexts, 1, out=visible_end)
-    else:
-        starts[0] = 0
-        np.cumsum(query_lens, out=starts[1:])
-        row_of = np.repeat(_arange(rows), query_lens)
-        positions = contexts[row_of] + (_arange(tokens) - starts[row_of])
-        np.add(positions, 1, out=visible_end)
-        causal = not _open_blocks(visible_end, starts, contexts, full=full, spans=spans)
+    pages = page_table[:, : max(-(-stored // page_size), 1)].astype(np.int32)
+    contexts = context_lens.astype(np.int32)
+    starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    row_of, positions = _places(starts, contexts)
+    visible_end = positions + 1
+    if full is not None:
+        np.copyto(visible_end, (contexts + query_lens)[row_of], where=full[row_of])
+    for row, row_spans in enumerate(spans or ()):
+        for start, end in () if row_spans is None else row_spans.tolist():
+            assert 0 <= start <= end <= query_lens[row], f"row {row} has no span [{start}, {end})"
+            visible_end[starts[row] + start : starts[row] + end] = contexts[row] + end
+    slots = np.zeros(len(row_of), dtype=np.int64)
     if write:
         page, offset = np.divmod(positions, page_size)
-        np.multiply(pages[row_of, page], page_size, out=slots)
-        slots += offset
-    else:
-        slots[:] = 0
-
-    parts = _to_device(buffer, [slots, visible_end, starts, contexts, pages], device=torch.device(device))
-    host = HostPlan(starts, contexts, pages, visible_end, query_lens, causal, max_query_len, max_kv_len)
-    tensors = parts[2], parts[3], parts[4], parts[0], parts[1]
-    return AttentionPlan(*tensors, write, decode, page_size, batch_invariant, host)
+        slots += pages[row_of, page].astype(np.int64) * page_size + offset
+    slot_mapping, *rows, seen = _to_device([slots, starts, contexts, pages, visible_end], device=torch.device(device))
+    host = HostPlan(starts, contexts, pages, visible_end, query_lens, row_of, positions)
+    decode = len(row_of) == len(query_lens) and host.max_query_len == 1
+    return AttentionPlan(*rows, slot_mapping, seen, write, decode, page_size, batch_invariant, host)
 
 
-def plan_from_tensors(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    *,
-    write: bool,
-    decode: bool,
-    page_size: int,
-    batch_invariant: bool,
-) -> AttentionPlan:
-    """The plan whose five tensors these are, in order. Waits for the device: only for an op called without its plan."""
+def plan_from_tensors(rows: Sequence[Tensor], **flags: Any) -> AttentionPlan:
+    """The plan whose five tensors, in order, and flags these are.
+
+    Waits for the device: only for an op called without its plan.
+    """
     starts, contexts, pages, _, visible_end = (tensor.cpu().numpy() for tensor in rows)
-    query_lens = np.diff(starts)
-    row_of = np.repeat(np.arange(len(query_lens)), query_lens)
-    own_end = contexts[row_of] + np.arange(len(row_of)) - starts[row_of] + 1
-    host = HostPlan(
-        starts,
-        contexts,
-        pages,
-        visible_end,
-        query_lens,
-        causal=bool((visible_end == own_end).all()),
-        max_query_len=int(query_lens.max(initial=0)),
-        max_kv_len=int((contexts + query_lens).max(initial=0)),
-    )
-    return AttentionPlan(*rows, write, decode, page_size, batch_invariant, host)
+    host = HostPlan(starts, contexts, pages, visible_end, np.diff(starts), *_places(starts, contexts))
+    return AttentionPlan(*rows, host=host, **flags)
 
 
-_RANGE = np.arange(4096, dtype=np.int32)
+def _places(starts: IntArray, contexts: IntArray) -> tuple[NDArray[np.intp], IntArray]:
+    """Of each new token: its row, and its position there."""
+    row_of = np.repeat(np.arange(len(contexts)), np.diff(starts))
+    return row_of, (contexts - starts[:-1])[row_of] + np.arange(len(row_of), dtype=np.int32)
 
 
-def _arange(length: int) -> IntArray:
-    return _RANGE[:length] if length <= len(_RANGE) else np.arange(length, dtype=np.int32)
-
-
-def _running(*sizes: int) -> list[int]:
-    ends: list[int] = []
-    for size in sizes:
-        ends.append(size + (ends[-1] if ends else 0))
-    return ends
-
-
-def _open_blocks(
-    visible_end: IntArray,
-    starts: IntArray,
-    contexts: IntArray,
-    *,
-    full: NDArray[np.bool_] | None,
-    spans: Spans | None,
-) -> bool:
-    """Let the tokens of each block see to its end, in place; whether there was any block."""
-    blocks: list[tuple[int, int, int]] = []
-    if full is not None:
-        blocks += [(row, 0, int(starts[row + 1] - starts[row])) for row in np.flatnonzero(full).tolist()]
-    for row, row_spans in enumerate(spans or ()):
-        if row_spans is not None:
-            blocks += [(row, start, end) for start, end in row_spans.tolist()]
-    for row, start, end in blocks:
-        first = starts[row]
-        assert 0 <= start <= end <= starts[row + 1] - first, f"row {row} has no span [{start}, {end})"
-        visible_end[first + start : first + end] = contexts[row] + end
-    return bool(blocks)
-
-
-def _to_device(buffer: IntArray, parts: list[NDArray[Any]], *, device: torch.device) -> list[Tensor]:
-    """The parts, consecutive in the buffer, as device tensors; on a CPU they share its memory."""
+def _to_device(parts: Sequence[NDArray[Any]], *, device: torch.device) -> list[Tensor]:
+    """The arrays, 64-bit ones first, as tensors: by one copy, or on a CPU by none."""
+    tensors = [torch.from_numpy(part) for part in parts]
     if device.type == "cpu":
-        return [torch.from_numpy(part) for part in parts]  # a fifth of the cost of slicing one tensor
-    whole = torch.from_numpy(buffer)
-    whole = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
-    slots, *others = whole.split([part.nbytes // buffer.itemsize for part in parts])
-    return [slots.view(torch.int64)] + [o.view(p.shape) for o, p in zip(others, parts[1:], strict=True)]
+        return tensors
+    buffer = torch.cat([tensor.view(-1).view(torch.int32) for tensor in tensors]).pin_memory()
+    pieces = buffer.to(device, non_blocking=True).split([part.nbytes // 4 for part in parts])
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

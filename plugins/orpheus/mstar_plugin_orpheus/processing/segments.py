@@ -17,14 +17,14 @@ _OPENING = "\"'“‘„«‹(\\[{「『（【*_¿¡-—–"
 
 _SENTENCE_END = re.compile(
     rf"""
-    (?P<stop>[.!?…‽؟।॥]+) [{_CLOSING}]* (?=\s)   # a stop, what closes after it, white space
-    | [。！？｡．][。！？…｡．]* [{_CLOSING}]*            # full-width stops need no white space
+    (?<![.!?…‽؟।॥]) (?P<stop>[.!?…‽؟।॥]++) [{_CLOSING}]*+ (?=\s)   # a stop, what closes after it, white space
+    | [。！？｡．][。！？…｡．]*+ [{_CLOSING}]*+                         # full-width stops need no white space
     """,
     re.VERBOSE,
 )
-_PARAGRAPH = re.compile(r"\s*\n\s*\n\s*")
-_LINE = re.compile(r"\s*\n\s*")
-_CLAUSE = re.compile(rf"(?:[,;:][{_CLOSING}]*(?=\s)|[，、；：]|\s[—–-](?=\s)|—)")
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_LINE = re.compile(r"\n")
+_CLAUSE = re.compile(rf"(?:[,;:][{_CLOSING}]*+(?=\s)|[，、；：]|\s[—–-](?=\s)|—)")
 _SPACE = re.compile(r"\s+")
 _LIST_MARK = re.compile(r"(?:^|\n)\s*(?:\d{1,3}|[A-Za-z]|[ivxIVX]+)\.$")
 _INITIALS = re.compile(r"(?:^|[^\w.])(?:[^\W\d_]\.)+$")  # "U.S.", "e.g.", "J."
@@ -119,7 +119,7 @@ def _ends_sentence(text: str, match: re.Match[str]) -> bool:
     """Whether a stop followed by white space ends a sentence, and not an abbreviation, initial or list number."""
     if match["stop"] is None:
         return True
-    following = text[match.end() :].lstrip().lstrip(_OPENING.replace("\\", ""))
+    following = text[match.end() : match.end() + 40].lstrip().lstrip(_OPENING.replace("\\", ""))
     if following[:1].islower():
         return False
     if match["stop"] != ".":

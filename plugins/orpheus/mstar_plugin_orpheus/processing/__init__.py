@@ -30,9 +30,9 @@ from mstar.types import (
     TokensPart,
 )
 from mstar_plugin_orpheus.config import OrpheusConfig
-from mstar_plugin_orpheus.frames import FRAME_CODES, token_ids
+from mstar_plugin_orpheus.modeling.frames import FRAME_CODES, token_ids
 from mstar_plugin_orpheus.plugin import SpeechParams
-from mstar_plugin_orpheus.segments import segment
+from mstar_plugin_orpheus.processing.segments import segment
 
 PUBLISHED_SAMPLING = {"temperature": 0.6, "top_p": 0.8, "repetition_penalty": 1.3}
 FADE_S = 0.005
