@@ -150,7 +150,7 @@ class EngineConfig:
         default_text="the value of --model",
     )  # fmt: skip
     dtype: str = _setting(
-        "--dtype", _text, "auto", "type of weights and activations; auto: float32 on a CPU, else the checkpoint's",
+        "--dtype", _text, "auto", "type of weights and activations; auto: the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     device: str = _setting("--device", _text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")

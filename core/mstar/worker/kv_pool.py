@@ -239,11 +239,23 @@ class KVPool:
 
     # ---- writing --------------------------------------------------------------------------------------------
 
-    def pages_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that `reserve` would take, the copy of a shared, partly filled last page included."""
+    def num_free_without(self, sequences: Iterable[Sequence]) -> int:
+        """Pages that could be had now, were these sequences not there."""
+        held = Counter(page for sequence in sequences for page in sequence.pages)
+        return self.num_free + sum(self._references[page] == count for page, count in held.items())
+
+    def pages_needed(self, sequence: Sequence, num_tokens: int, *, without: Iterable[Sequence] = ()) -> int:
+        """Pages that `reserve` would take, the copy of a shared, partly filled last page included.
+
+        Args:
+            without: sequences to take as not there.
+        """
         pages = sequence.pages
         first = sequence.length // self.page_size
-        is_shared = num_tokens > 0 and first < len(pages) and self._references[pages[first]] > 1
+        is_shared = False
+        if num_tokens > 0 and first < len(pages):
+            others = sum(first < len(other.pages) and other.pages[first] == pages[first] for other in without)
+            is_shared = self._references[pages[first]] - others > 1
         return max(0, self._num_pages(sequence.length + num_tokens) - len(pages)) + is_shared
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:

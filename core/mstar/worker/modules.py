@@ -259,10 +259,9 @@ class Modules:
 
     def swap_out(self, tenant: Tenant) -> bool:
         """Move all pages and rows of a tenant to the host; False, and nothing moved, if the swap space is full."""
-        held = list(self._sequences(tenant))
-        if not self.swap_space.can_hold(sum(self.swap_space.bytes_needed(pool, own) for pool, own in held)):
+        if not self.swap_space.can_hold(self.swap_bytes(tenant)):
             return False
-        for pool, own in held:
+        for pool, own in self._sequences(tenant):
             moved = self.swap_space.swap_out(pool, own)
             assert moved, "room was checked"
         for scope in tenant.scopes:
@@ -271,8 +270,26 @@ class Modules:
         tenant.is_swapped = True
         return True
 
-    def can_swap_in(self, tenant: Tenant) -> bool:
-        return all(self.swap_space.pages_needed(own) <= pool.num_free for pool, own in self._swapped(tenant))
+    def swap_bytes(self, tenant: Tenant) -> int:
+        """What `swap_out` would take of the swap space."""
+        return sum(self.swap_space.bytes_needed(pool, own) for pool, own in self._sequences(tenant))
+
+    def sequences(self, tenants: Iterable[Tenant], module: str) -> list[Sequence]:
+        """The tenants' sequences in one module."""
+        return [s for tenant in tenants for scope in tenant.scopes for s in scope.distinct(module)]
+
+    def pages_to_return(self, tenant: Tenant) -> list[tuple[Module, int]]:
+        """Pages, by module, that it takes to swap a tenant in, or to recompute it and write one more token each."""
+        need: dict[str, int] = {}
+        for name, _, sequence in tenant.forgotten:
+            pool = self.by_name[name].pool
+            assert pool is not None
+            need[name] = need.get(name, 0) + pool.pages_needed(sequence, sequence.num_pending + 1)
+        for name, module in self.by_name.items():
+            swapped = [s for s in self.sequences([tenant], name) if s.swapped]
+            if swapped:
+                need[name] = self.swap_space.pages_needed(swapped)
+        return [(self.by_name[name], count) for name, count in need.items()]
 
     def _swapped(self, tenant: Tenant) -> Iterable[tuple[KVPool, list[Sequence]]]:
         for pool, sequences in self._sequences(tenant):

@@ -269,40 +269,55 @@ class Scheduler:
         pool = self.modules[work.key[0]].pool
         sequence = work.sequence
         assert pool is not None and sequence is not None
-        while not pool.reserve(sequence, work.num_tokens):
-            if not self._preempt(work.scope.tenant, picked):
-                return False
+        if not pool.reserve(sequence, work.num_tokens):
+
+            def has_room(moved: list[Tenant]) -> bool:
+                without = self.modules.sequences(moved, work.key[0])
+                return pool.pages_needed(sequence, work.num_tokens, without=without) <= pool.num_free_without(without)
+
+            return self._make_room(work.scope.tenant, picked, has_room) and pool.reserve(sequence, work.num_tokens)
         return True
 
-    def _preempt(self, tenant: Tenant, picked: list[Work]) -> bool:
-        """Move the youngest tenant that is younger than `tenant`, holds pages and is not about to run."""
+    def _make_room(self, tenant: Tenant, picked: list[Work], has_room: Callable[[list[Tenant]], bool]) -> bool:
+        """Move the youngest tenants, of those younger than `tenant` and not about to run; none if that is no use.
+
+        Args:
+            has_room: whether there is, without these tenants.
+        """
         busy = {id(work.scope.tenant) for work in picked}
-        victims = [
-            other
-            for other in self.tenants()
-            if other.rank > tenant.rank and not other.is_swapped and not other.in_flight and id(other) not in busy
-        ]
-        for victim in sorted(victims, key=lambda other: other.order, reverse=True):
-            if self.modules.num_pages_held(victim) == 0:
+        younger = [t for t in self.tenants() if t.rank > tenant.rank and id(t) not in busy]
+        moved: list[Tenant] = []
+        swapped_bytes = 0
+        for other in sorted(younger, key=lambda other: other.order, reverse=True):
+            if other.is_swapped or other.in_flight or not self.modules.num_pages_held(other):
                 continue
-            if self.modules.swap_out(victim):
-                self.num_swaps += 1
-            elif self.modules.can_forget(victim):
-                for scope in victim.scopes:
-                    self.discard_scope(scope)
-                self.modules.forget(victim)
-                self.num_rebuilds += 1
-            else:
+            more_bytes = self.modules.swap_bytes(other)
+            if self.modules.swap_space.can_hold(swapped_bytes + more_bytes):
+                swapped_bytes += more_bytes
+            elif not self.modules.can_forget(other):
                 continue
-            self.has_moved = True
-            return True
+            moved.append(other)
+            if has_room(moved):
+                for victim in moved:
+                    self._move(victim)
+                return True
         return False
+
+    def _move(self, tenant: Tenant) -> None:
+        self.has_moved = True
+        if self.modules.swap_out(tenant):
+            self.num_swaps += 1
+        else:
+            for scope in tenant.scopes:
+                self.discard_scope(scope)
+            self.modules.forget(tenant)
+            self.num_rebuilds += 1
 
     def _bring_back(self, tenant: Tenant, picked: list[Work]) -> bool:
         """Swap a tenant in, or start to recompute it, if there is room; the oldest makes room for itself."""
-        while not self._fits(tenant):
-            oldest = min((other.rank for other in self.tenants()), default=tenant.rank)
-            if tenant.rank != oldest or not self._preempt(tenant, picked):
+        if not self._fits(tenant, []):
+            is_first = tenant.rank == self._oldest_waiting()
+            if not is_first or not self._make_room(tenant, picked, lambda moved: self._fits(tenant, moved)):
                 return False
         self.has_moved = True
         tenant.is_swapped = False
@@ -315,15 +330,18 @@ class Scheduler:
         tenant.forgotten = []
         return False  # its work waits until the sequences are rewritten
 
-    def _fits(self, tenant: Tenant) -> bool:
-        if not tenant.forgotten:
-            return self.modules.can_swap_in(tenant)
-        need: dict[str, int] = {}
-        for module, _, sequence in tenant.forgotten:
-            pool = self.modules[module].pool
-            assert pool is not None
-            need[module] = need.get(module, 0) + pool.pages_needed(sequence, sequence.num_pending + 1)
-        return all(count <= self.modules[module].pool.num_free for module, count in need.items())  # type: ignore[union-attr]
+    def _oldest_waiting(self) -> tuple[float, float]:
+        """Rank of the oldest tenant that has something to run: one that only waits for its items needs no memory."""
+        scopes = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
+        return min(scope.tenant.rank for scope in scopes)
+
+    def _fits(self, tenant: Tenant, moved: list[Tenant]) -> bool:
+        """Whether a tenant can be brought back without these."""
+        return all(
+            count <= module.pool.num_free_without(self.modules.sequences(moved, module.name))
+            for module, count in self.modules.pages_to_return(tenant)
+            if module.pool is not None
+        )
 
     def _rebuild(self, module: str, scope: Scope, sequence: Sequence) -> Work:
         node, method = self.modules.rebuilders[module]

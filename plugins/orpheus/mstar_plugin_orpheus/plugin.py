@@ -27,6 +27,7 @@ class SpeechParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: Annotated[int, Meta(ge=1, description="of all segments together; null: no limit but the model's")] | (
         None
     ) = None
+    speed: Annotated[float, Meta(ge=0.25, le=4, description="1 is the only speed so far; others are refused")] = 1.0
     ignore_eos: bool = False
     temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] | None = None
     top_k: Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")] | None = None

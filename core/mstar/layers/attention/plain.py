@@ -24,7 +24,7 @@ from torch.nn import functional
 from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen
 
 _BLOCK = 128  # queries whose scores are held at once
-_TOGETHER = 1 << 17  # elements of K up to which a decode batch is one block: launches cost more than padding
+_TOGETHER = 1 << 17  # elements of K up to which decoding rows share a block: launches cost more than padding
 _INVARIANT_ROWS, _INVARIANT_KEYS = 16, 128
 
 
@@ -71,12 +71,14 @@ class PlainBackend:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         scaled = q.to(self._compute_dtype(q.dtype, invariant=plan.batch_invariant)) * scale
         for block in _blocks(plan, kv_heads=k.shape[1], dim=k.shape[2], window=window):
-            queries = scaled[block.queries].unflatten(0, (len(block.pages), -1))
+            queries, results = (x[block.queries].view(len(block.pages), -1, *q.shape[1:]) for x in (scaled, out))
             # One after the other, so that each is used while it is in the processor's cache.
             keys = self._gather(block, pool[0], k, dtype=scaled.dtype)
             weights = _weigh(queries, keys, hidden=block.hidden, invariant=plan.batch_invariant)
             values = self._gather(block, pool[1], v, dtype=scaled.dtype)
-            _mix(weights, values, invariant=plan.batch_invariant, out=out[block.queries].view(queries.shape))
+            if len(queries) > 1 and block.hidden is not None:  # what follows the end of a row is not its own
+                values.view(len(queries), k.shape[1], -1, k.shape[2]).masked_fill_(block.hidden[:, :, :, None], 0)
+            _mix(weights, values, invariant=plan.batch_invariant, out=results)
         return out
 
     def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
@@ -106,8 +108,6 @@ class PlainBackend:
         if block.uncached is not None:
             uncached = new[block.uncached].to(pool.dtype).transpose(0, 1)
             gathered[:, block.cached : block.cached + uncached.shape[1]] = uncached
-        if rows > 1 and block.hidden is not None:  # rows end apart: what follows the end of one is not its own
-            gathered.view(rows, kv_heads, -1, dim).masked_fill_(block.hidden[:, :, :, None], 0)
         return gathered
 
     def _compute_dtype(self, dtype: torch.dtype, *, invariant: bool) -> torch.dtype:
@@ -151,12 +151,16 @@ def _blocks(plan: AttentionPlan, *, kv_heads: int, dim: int, window: int) -> lis
     if blocks is None:
         heads = torch.arange(kv_heads, device=plan.page_table.device)
         pages = plan.page_table[:, None].long() * kv_heads + heads[:, None]  # (B, Hkv, P)
-        elements = plan.host.max_kv_len * len(pages) * kv_heads * dim
-        if plan.decode and plan.write and len(pages) > 1 and elements <= _TOGETHER:
-            keys = range(pages.shape[2] * plan.page_size)
-            blocks = [_block(plan, slice(0, len(pages)), pages, keys=keys, window=window)]
-        else:
-            blocks = [block for row in range(len(pages)) for block in _blocks_of_row(plan, row, pages, window=window)]
+        elements = max(plan.host.max_kv_len * kv_heads * dim, 1)
+        step = max(_TOGETHER // elements, 1) if plan.decode and plan.write else 1
+        blocks = []
+        for row in range(0, len(pages), step):
+            several = pages[row : row + step]
+            if len(several) == 1:
+                blocks += _blocks_of_row(plan, row, several, window=window)
+            else:
+                keys = range(pages.shape[2] * plan.page_size)
+                blocks.append(_block(plan, slice(row, row + len(several)), several, keys=keys, window=window))
         plan.derived[key] = blocks
     return blocks
 
@@ -170,7 +174,7 @@ def _blocks_of_row(plan: AttentionPlan, row: int, pages: Tensor, *, window: int)
         if window and plan.write and not plan.batch_invariant:
             first = max(int(plan.host.positions[begin]) - window + 1, 0) // plan.page_size * plan.page_size
         uncached = None if plan.write else slice(start, start + end - context)
-        yield _block(plan, queries, pages[row, None], keys=range(first, end), window=window, uncached=uncached)
+        yield _block(plan, queries, pages, keys=range(first, end), window=window, uncached=uncached)
 
 
 def _block(

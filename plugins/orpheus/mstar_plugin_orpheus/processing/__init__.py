@@ -88,6 +88,8 @@ class OrpheusProcessor(Processor):
 
     def _encode_speech(self, request: Request) -> Encoded:
         params: SpeechParams = request.params
+        if params.speed != 1.0:
+            raise RequestError(f"speed is {params.speed:g}; this model speaks at 1.0 only, so far", param="speed")
         prompts = self._prompts(request, voice=self._voice(params))
         segments, longest = [], 0
         for ids in prompts:
