@@ -259,7 +259,7 @@ class Modules:
 
     def swap_out(self, tenant: Tenant) -> bool:
         """Move all pages and rows of a tenant to the host; False, and nothing moved, if the swap space is full."""
-        if not self.swap_space.can_hold(self.swap_bytes(tenant)):
+        if not self.can_swap_out(tenant):
             return False
         for pool, own in self._sequences(tenant):
             moved = self.swap_space.swap_out(pool, own)
@@ -274,6 +274,9 @@ class Modules:
         """What `swap_out` would take of the swap space."""
         return sum(self.swap_space.bytes_needed(pool, own) for pool, own in self._sequences(tenant))
 
+    def can_swap_out(self, tenant: Tenant) -> bool:
+        return self.swap_space.can_hold(self.swap_bytes(tenant))
+
     def sequences(self, tenants: Iterable[Tenant], module: str) -> list[Sequence]:
         """The tenants' sequences in one module."""
         return [s for tenant in tenants for scope in tenant.scopes for s in scope.distinct(module)]
@@ -285,7 +288,7 @@ class Modules:
             pool = self.by_name[name].pool
             assert pool is not None
             need[name] = need.get(name, 0) + pool.pages_needed(sequence, sequence.num_pending + 1)
-        for name, module in self.by_name.items():
+        for name in self.by_name:
             swapped = [s for s in self.sequences([tenant], name) if s.swapped]
             if swapped:
                 need[name] = self.swap_space.pages_needed(swapped)

@@ -45,6 +45,9 @@ class Runner:
         self.modules = modules
         self.device = modules.device
         self.backend: AttentionBackend = choose_backend(modules.device, config.attention_backend)
+        for module in modules.by_name.values():
+            if module.node.kv_layout is not None:
+                self.backend.require(head_dim=module.node.kv_layout.head_dim, dtype=modules.dtype)
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap

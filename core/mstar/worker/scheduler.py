@@ -170,10 +170,11 @@ class Scheduler:
         return None
 
     def victim_of_deadlock(self) -> RequestState:
-        """When work is ready, nothing runs and nothing can be moved: the youngest request whose end frees pages."""
-        waiting = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
+        """When work is ready and nothing runs: the youngest request that holds pages which cannot be moved."""
         holding = [t for t in self.tenants() if not t.request.is_dead and self.modules.num_pages_held(t)]
-        return max(holding or [scope.tenant for scope in waiting], key=lambda tenant: tenant.order).request
+        stuck = [t for t in holding if not self.modules.can_swap_out(t) and not self.modules.can_forget(t)]
+        waiting = [work.scope.tenant for work in self.works()] + [cursor.scope.tenant for cursor in self._suspended]
+        return max(stuck or holding or waiting, key=lambda tenant: tenant.order).request
 
     def _gather(self, key: MethodKey) -> list[Work]:
         queue = self._queues[key]

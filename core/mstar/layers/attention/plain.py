@@ -24,7 +24,7 @@ from torch.nn import functional
 from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen
 
 _BLOCK = 128  # queries whose scores are held at once
-_TOGETHER = 1 << 17  # elements of K up to which decoding rows share a block: launches cost more than padding
+_TOGETHER = 1 << 17  # elements of K up to which a decode batch is one block: launches cost more than padding
 _INVARIANT_ROWS, _INVARIANT_KEYS = 16, 128
 
 
@@ -34,7 +34,8 @@ class _Block:
 
     Args:
         queries: tokens, equally many of each row.
-        pages: (R, Hkv, P) int64, in the pool seen as (num_pages * Hkv, page_size * D).
+        num_rows: R.
+        pages: (Hkv * R, P) int64, in the pool seen as (num_pages * Hkv, page_size * D).
         cached: keys of each row that are read from the pages.
         uncached: new tokens, not in the cache, that follow them.
         num_keys: S, those and padding.
@@ -42,6 +43,7 @@ class _Block:
     """
 
     queries: slice
+    num_rows: int
     pages: Tensor
     cached: int
     uncached: slice | None
@@ -68,17 +70,28 @@ class PlainBackend:
     ) -> Tensor:
         if plan.write:
             write_kv(plan, k=k, v=v, pool=pool)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        scaled = q.to(self._compute_dtype(q.dtype, invariant=plan.batch_invariant)) * scale
-        for block in _blocks(plan, kv_heads=k.shape[1], dim=k.shape[2], window=window):
-            queries, results = (x[block.queries].view(len(block.pages), -1, *q.shape[1:]) for x in (scaled, out))
+        (num, heads, dim), kv_heads = q.shape, k.shape[1]
+        own_group, invariant = heads // kv_heads, plan.batch_invariant
+        group = own_group + (plan.decode and own_group % 4 == 3)  # products of three rows cost more than of four
+        scaled = q.to(self._compute_dtype(q.dtype, invariant=invariant)) * scale
+        # The group of query heads that share a KV head is folded into the queries.
+        grouped = functional.pad(scaled.view(num, kv_heads, own_group, dim), (0, 0, 0, group - own_group))
+        folded = grouped.transpose(0, 1).reshape(kv_heads, num * group, dim)
+        results = torch.empty_like(folded)
+        for block in _blocks(plan, kv_heads=kv_heads, dim=dim, window=window):
+            some = slice(block.queries.start * group, block.queries.stop * group)
+            queries = folded[:, some].reshape(kv_heads * block.num_rows, -1, dim)
             # One after the other, so that each is used while it is in the processor's cache.
-            keys = self._gather(block, pool[0], k, dtype=scaled.dtype)
-            weights = _weigh(queries, keys, hidden=block.hidden, invariant=plan.batch_invariant)
-            values = self._gather(block, pool[1], v, dtype=scaled.dtype)
-            if len(queries) > 1 and block.hidden is not None:  # what follows the end of a row is not its own
-                values.view(len(queries), k.shape[1], -1, k.shape[2]).masked_fill_(block.hidden[:, :, :, None], 0)
-            _mix(weights, values, invariant=plan.batch_invariant, out=results)
+            keys = self._gather(block, pool[0], k, dtype=folded.dtype)
+            weights = _weigh(queries, keys, hidden=block.hidden, group=group, invariant=invariant)
+            values = self._gather(block, pool[1], v, dtype=folded.dtype)
+            if block.num_rows > 1 and block.hidden is not None:  # what follows the end of a row is not its own
+                values.view(kv_heads, block.num_rows, -1, dim).masked_fill_(block.hidden.transpose(1, 2), 0)
+            mixed = _mix(weights, values, invariant=invariant)
+            results[:, some] = mixed[:, : queries.shape[1]].reshape(kv_heads, -1, dim)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        results = results.view(kv_heads, num, group, dim)[:, :, :own_group].transpose(0, 1)
+        out.view(results.shape).copy_(results)
         return out
 
     def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
@@ -95,14 +108,14 @@ class PlainBackend:
         return torch.cat([_attend_whole(*part, length=length, how=how) for *part, length in parts]).to(q.dtype)
 
     def _gather(self, block: _Block, pool: Tensor, new: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The keys or values of a block, (R * Hkv, S, D); valid until the next call."""
-        (rows, kv_heads, num_pages), (size, dim) = block.pages.shape, pool.shape[2:]
+        """The keys or values of a block, (Hkv * R, S, D); valid until the next call."""
+        (rows, num_pages), (size, dim) = block.pages.shape, pool.shape[2:]
         by_page = pool.view(-1, size * dim)
         pages = self._buffers.take((block.pages.numel(), size * dim), dtype=pool.dtype, device=pool.device)
         torch.index_select(by_page, 0, block.pages.view(-1), out=pages)
         if dtype != pool.dtype:
             pages = self._buffers.take(pages.shape, dtype=dtype, device=pool.device).copy_(pages)
-        gathered = pages.view(rows * kv_heads, num_pages * size, dim)[:, : block.cached]
+        gathered = pages.view(rows, num_pages * size, dim)[:, : block.cached]
         if block.num_keys > block.cached:
             gathered = functional.pad(gathered, (0, 0, 0, block.num_keys - block.cached))
         if block.uncached is not None:
@@ -150,17 +163,13 @@ def _blocks(plan: AttentionPlan, *, kv_heads: int, dim: int, window: int) -> lis
     blocks: list[_Block] | None = plan.derived.get(key)
     if blocks is None:
         heads = torch.arange(kv_heads, device=plan.page_table.device)
-        pages = plan.page_table[:, None].long() * kv_heads + heads[:, None]  # (B, Hkv, P)
-        elements = max(plan.host.max_kv_len * kv_heads * dim, 1)
-        step = max(_TOGETHER // elements, 1) if plan.decode and plan.write else 1
-        blocks = []
-        for row in range(0, len(pages), step):
-            several = pages[row : row + step]
-            if len(several) == 1:
-                blocks += _blocks_of_row(plan, row, several, window=window)
-            else:
-                keys = range(pages.shape[2] * plan.page_size)
-                blocks.append(_block(plan, slice(row, row + len(several)), several, keys=keys, window=window))
+        pages = plan.page_table.long() * kv_heads + heads[:, None, None]  # (Hkv, B, P)
+        num_rows, elements = pages.shape[1], plan.host.max_kv_len * kv_heads * dim
+        if plan.decode and plan.write and num_rows > 1 and num_rows * elements <= _TOGETHER:
+            keys = range(pages.shape[2] * plan.page_size)
+            blocks = [_block(plan, slice(0, num_rows), pages, keys=keys, window=window)]
+        else:
+            blocks = [block for row in range(num_rows) for block in _blocks_of_row(plan, row, pages, window=window)]
         plan.derived[key] = blocks
     return blocks
 
@@ -174,7 +183,7 @@ def _blocks_of_row(plan: AttentionPlan, row: int, pages: Tensor, *, window: int)
         if window and plan.write and not plan.batch_invariant:
             first = max(int(plan.host.positions[begin]) - window + 1, 0) // plan.page_size * plan.page_size
         uncached = None if plan.write else slice(start, start + end - context)
-        yield _block(plan, queries, pages, keys=range(first, end), window=window, uncached=uncached)
+        yield _block(plan, queries, pages[:, row, None], keys=range(first, end), window=window, uncached=uncached)
 
 
 def _block(
@@ -188,45 +197,34 @@ def _block(
     hidden = columns >= host.visible_end[queries, None]
     if window:
         hidden |= columns <= host.positions[queries, None] - window
-    mask = torch.from_numpy(hidden).to(pages.device).view(len(pages), -1, len(columns)) if hidden.any() else None
-    read = pages[:, :, keys.start // size : -(-stored // size)].contiguous()
-    return _Block(queries, read, stored - keys.start, uncached, len(columns), mask)
+    mask = torch.from_numpy(hidden).to(pages.device).view(pages.shape[1], -1, len(columns)) if hidden.any() else None
+    read = pages[:, :, keys.start // size : -(-stored // size)].flatten(0, 1).contiguous()
+    return _Block(queries, pages.shape[1], read, stored - keys.start, uncached, len(columns), mask)
 
 
-def _weigh(q: Tensor, keys: Tensor, *, hidden: Tensor | None, invariant: bool) -> Tensor:
-    """Softmax of the scores, (R * Hkv, M, S), M being n * group and padding.
+def _weigh(q: Tensor, keys: Tensor, *, hidden: Tensor | None, group: int, invariant: bool) -> Tensor:
+    """Softmax of the scores, (Hkv * R, M, S), M being n * group and padding.
 
-    q is (R, n, H, D), scaled; keys are (R * Hkv, S, D); hidden is (R, n, S). The group of query heads that share a KV
-    head is folded into the queries.
+    q is (Hkv * R, n * group, D), scaled; keys are (Hkv * R, S, D); hidden is (R, n, S).
     """
-    rows, num, _, dim = q.shape
-    kv_heads, length = len(keys) // rows, keys.shape[1]
-    folded = q.view(rows, num, kv_heads, -1, dim).transpose(1, 2).reshape(len(keys), -1, dim)
-    used = folded.shape[1]
-    padding = -used % _INVARIANT_ROWS if invariant else int(used % 4 == 3)  # three rows cost more than four
-    if padding:
-        folded = functional.pad(folded, (0, 0, 0, padding))
-    scores = torch.bmm(folded, keys.transpose(1, 2))
+    used, length = q.shape[1], keys.shape[1]
+    padded = functional.pad(q, (0, 0, 0, -used % _INVARIANT_ROWS)) if invariant else q
+    scores = torch.bmm(padded, keys.transpose(1, 2))
     if hidden is not None:
-        own = scores[:, :used].view(rows, kv_heads, num, -1, length)
-        own.masked_fill_(hidden[:, None, :, None], -torch.inf)
+        own = scores[:, :used].view(-1, *hidden.shape[:2], group, length)
+        own.masked_fill_(hidden[:, :, None], -torch.inf)
     return scores.softmax(-1)
 
 
-def _mix(weights: Tensor, values: Tensor, *, invariant: bool, out: Tensor) -> None:
-    """Sums of values (R * Hkv, S, D), weighed by what `_weigh` gave, into out (R, n, H, D)."""
-    rows, num, heads, dim = out.shape
-    kv_heads, length = len(values) // rows, values.shape[1]
-    if invariant:
-        mixed = values.new_zeros(*weights.shape[:2], dim)
-        for begin in range(0, length, _INVARIANT_KEYS):
-            some = slice(begin, begin + _INVARIANT_KEYS)
-            mixed.baddbmm_(weights[:, :, some], values[:, some])
-    else:
-        mixed = torch.bmm(weights, values)
-    used = num * heads // kv_heads
-    own = mixed[:, :used].view(rows, kv_heads, num, -1, dim).transpose(1, 2)
-    out.view(own.shape).copy_(own)
+def _mix(weights: Tensor, values: Tensor, *, invariant: bool) -> Tensor:
+    """weights (N, M, S) by values (N, S, D)."""
+    if not invariant:
+        return torch.bmm(weights, values)
+    mixed = values.new_zeros(*weights.shape[:2], values.shape[2])
+    for begin in range(0, values.shape[1], _INVARIANT_KEYS):
+        some = slice(begin, begin + _INVARIANT_KEYS)
+        mixed.baddbmm_(weights[:, :, some], values[:, some])
+    return mixed
 
 
 def _attend_whole(q: Tensor, k: Tensor, v: Tensor, *, length: int, how: Varlen) -> Tensor:

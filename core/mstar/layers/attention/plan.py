@@ -48,6 +48,114 @@ class HostPlan:
     visible_end: IntArray
     query_lens: IntArray
     row_of: NDArray[np.intp]
+    positions: IntArray
+
+    @property
+    def causal(self) -> bool:
+        """No query sees past itself."""
+        return bool((self.visible_end == self.positions + 1).all())
+
+    @property
+    def max_query_len(self) -> int:
+        """Most new tokens of a row."""
+        return int(self.query_lens.max(initial=0))
+
+    @property
+    def max_kv_len(self) -> int:
+        """Most tokens, context and new, of a row."""
+        return int((self.context_lens + self.query_lens).max(initial=0))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class AttentionPlan:
+    """One step's rows. Row b's KV is its cached context, then its own new tokens.
+
+    Args:
+        query_starts: (B + 1,) int32, ragged starts of each row's new tokens.
+        context_lens: (B,) int32, tokens in the cache before this step.
+        page_table: (B, max_pages) int32, page ids in order; unused entries 0 (the scratch page).
+        slot_mapping: (T,) int64, page * page_size + offset where each new token's K and V go (0 without `write`).
+        visible_end: (T,) int32, exclusive end of what each query sees, counted in its row's KV.
+        write: False: new K and V are not cached, yet visible to the row's queries.
+        decode: every row has exactly one new token.
+        derived: what backends computed from this plan, reused by all layers.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    visible_end: Tensor
+    write: bool
+    decode: bool
+    page_size: int
+    batch_invariant: bool
+    host: HostPlan
+    derived: dict[Any, Any] = field(default_factory=dict)
+
+
+def build_plan(
+    *,
+    query_lens: IntArray,
+    context_lens: IntArray,
+    page_table: IntArray,
+    page_size: int,
+    device: torch.device | str,
+    write: bool = True,
+    full: NDArray[np.bool_] | None = None,
+    spans: Spans | None = None,
+    batch_invariant: bool = False,
+) -> AttentionPlan:
+    """Plan one step over B rows. Host work only; one copy to the device.
+
+    Args:
+        query_lens: (B,) int32 new tokens per row; 0 is allowed.
+        context_lens: (B,) int32 cached tokens per row.
+        page_table: (B, P) int32; row b holds context (and, with `write`, new) tokens in `page_table[b]`'s pages, in
+            order. Columns that no row needs are dropped. Copied: the caller may go on changing it.
+        full: (B,) the row's new tokens are one bidirectional block.
+        spans: per row, None or (n, 2): [start, end) of bidirectional spans within the row's new tokens.
+    """
+    stored = int((context_lens + query_lens if write else context_lens).max(initial=0))
+    assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
+    pages = page_table[:, : max(-(-stored // page_size), 1)].astype(np.int32)
+    contexts = context_lens.astype(np.int32)
+    starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    row_of, positions = _places(starts, contexts)
+    visible_end = positions + 1
+    if full is not None:
+        np.copyto(visible_end, (contexts + query_lens)[row_of], where=full[row_of])
+    for row, row_spans in enumerate(spans or ()):
+        for start, end in () if row_spans is None else row_spans.tolist():
+            assert 0 <= start <= end <= query_lens[row], f"row {row} has no span [{start}, {end})"
+            visible_end[starts[row] + start : starts[row] + end] = contexts[row] + end
+    slots = np.zeros(len(row_of), dtype=np.int64)
+    if write:
+        page, offset = np.divmod(positions, page_size)
+        slots += pages[row_of, page].astype(np.int64) * page_size + offset
+    slot_mapping, query_starts, lens, table, seen = _to_device(
+        [slots, starts, contexts, pages, visible_end], device=torch.device(device)
+    )
+    host = HostPlan(starts, contexts, pages, visible_end, query_lens, row_of, positions)
+    decode = len(row_of) == len(query_lens) and host.max_query_len == 1
+    rows = query_starts, lens, table, slot_mapping, seen
+    return AttentionPlan(*rows, write, decode, page_size, batch_invariant, host)
+
+
+def plan_from_tensors(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], **flags: Any) -> AttentionPlan:
+    """The plan whose five tensors, in order, and flags these are.
+
+    Waits for the device: only for an op called without its plan.
+    """
+    starts, contexts, pages, _, visible_end = (tensor.cpu().numpy() for tensor in rows)
+    host = HostPlan(starts, contexts, pages, visible_end, np.diff(starts), *_places(starts, contexts))
+    return AttentionPlan(*rows, **flags, host=host)
+
+
+def _places(starts: IntArray, contexts: IntArray) -> tuple[NDArray[np.intp], IntArray]:
+    """Of each new token: its row, and its position there."""
+    row_of = np.repeat(np.arange(len(contexts)), np.diff(starts))
     return row_of, np.add((contexts - starts[:-1])[row_of], np.arange(len(row_of)), dtype=np.int32)
 
 
