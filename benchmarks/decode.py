@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 from harness import DirectWorker, machine, report
-from mstar_plugin_orpheus import tiny
-from mstar_plugin_orpheus.plugin import SpeechParams
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mstar.config import EngineConfig
 from mstar.types import Request, TokensPart
+from mstar_plugin_orpheus import tiny
+from mstar_plugin_orpheus.plugin import SpeechParams
 
 
 def write_checkpoint(folder: Path) -> Path:

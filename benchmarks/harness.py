@@ -69,9 +69,7 @@ class DirectWorker:
                 content_keys=encoded.content_keys,
                 outputs=request.outputs,
             ),
-            Begin(
-                request_id=request.id, walks={start.lane: start.walk for start in starts}, inputs=encoded.inputs
-            ),
+            Begin(request_id=request.id, walks={start.lane: start.walk for start in starts}, inputs=encoded.inputs),
         ]
 
     def drain(self) -> Iterator[Emit]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import uvicorn
 import yaml
@@ -29,7 +28,7 @@ import mstar
 from mstar.config import GIB, EngineConfig, ServerConfig
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
-from mstar.ipc.messages import Dead, Stats
+from mstar.ipc.messages import Dead
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.processor import Processor
@@ -39,13 +38,11 @@ from mstar.server.app import create_app
 from mstar.server.engine import Engine
 from mstar.server.native import GenerateRequest, convert
 from mstar.server.results import Outputs
-from mstar.types import AudioChunk, Chunk, ProgressChunk, TextChunk
 from mstar.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_STATS_INTERVAL_S = 10.0
-_PROGRESS_INTERVAL_S = 2.0
+_REPORT_INTERVAL_S = 10.0
 _STOP_S = 10.0
 
 
@@ -98,10 +95,12 @@ async def started_engine(config: EngineConfig, *, base: Path | None = None) -> A
     # A daemon: a step that never ends must not keep a forced shutdown waiting.
     worker = threading.Thread(target=_work, args=arguments, name="mstar-worker", daemon=True)
     worker.start()
+    reporting = asyncio.create_task(_report(engine))
     try:
         await engine.start()
         yield engine
     finally:
+        reporting.cancel()
         await engine.close()
         await asyncio.to_thread(worker.join, _STOP_S)
 
@@ -120,6 +119,28 @@ def _set_threads() -> None:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_cores > 2:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores - 1))
+
+
+async def _report(engine: Engine) -> None:
+    """One line every ten seconds while requests are there: how many, how fast, how full the KV cache is."""
+    # One row of these methods adds one token to a sequence.
+    methods = {
+        f"{node.module}.{method.name}"
+        for node in engine.graph.nodes
+        for method in node.methods
+        if method.kv is not None and method.kv.write and not method.has_tokens
+    }
+    num_before = 0
+    while True:
+        await asyncio.sleep(_REPORT_INTERVAL_S)
+        state, stats = engine.state, engine.state.stats
+        if stats is not None and engine.num_active:
+            num_tokens = sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
+            rate = (num_tokens - num_before) / _REPORT_INTERVAL_S
+            kv = ", ".join(f"{name} {100 * used / max(total, 1):.0f} %" for name, (used, total) in stats.pools.items())
+            line = "running %d, waiting %d, %.1f tokens/s, KV use: %s"
+            logger.info(line, state.num_running, state.num_waiting, rate, kv or "none")
+            num_before = num_tokens
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------
@@ -143,52 +164,41 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
 
 async def _serve(config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
     logger.info("mstar %s", mstar.__version__)
-    logger.info("configuration:\n%s", _as_yaml(config, server_config).rstrip())
+    settings = msgspec.to_builtins(config, enc_hook=str) | msgspec.to_builtins(server_config)
+    logger.info("configuration:\n%s", yaml.safe_dump(settings, sort_keys=False).rstrip())
     async with started_engine(config) as engine:
-        for line in _plan_lines(engine):
-            logger.info("%s", line)
         app = create_app(engine, root=config.model, max_body_bytes=server_config.max_body_bytes)
-        for line in _route_lines(app):
+        for line in (*_plan_lines(engine), "Available routes:", *_route_lines(app)):
             logger.info("%s", line)
         host = f"[{server_config.host}]" if ":" in server_config.host else server_config.host
         logger.info("Starting mstar server on http://%s:%d", host, listener.getsockname()[1])
-        server = Server(app, engine, log_level=server_config.log_level, drain_timeout_s=server_config.drain_timeout_s)
-        reporting = asyncio.create_task(_report(engine))
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            reporting.cancel()
+        server = Server(app, engine, config=server_config)
+        await server.serve(sockets=[listener])
         return 1 if server.force_exit else 0
 
 
 class Server(uvicorn.Server):
     """Uvicorn with our signals: the first drains, a second forces; neither changes the exit code by itself."""
 
-    def __init__(self, app: Starlette, engine: Engine, *, log_level: str, drain_timeout_s: float) -> None:
+    def __init__(self, app: Starlette, engine: Engine, *, config: ServerConfig) -> None:
+        drain_s = max(1, round(config.drain_timeout_s))
         super().__init__(
             uvicorn.Config(
-                app,
-                log_config=None,
-                log_level=log_level,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                app, log_config=None, log_level=config.log_level, access_log=False, server_header=False,
+                timeout_graceful_shutdown=drain_s,
             )
-        )
+        )  # fmt: skip
         self._engine = engine
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
@@ -202,44 +212,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _report(engine: Engine) -> None:
-    """One line every ten seconds while there is something to say."""
-    before, at = engine.state.stats, time.monotonic()
-    while True:
-        await asyncio.sleep(_STATS_INTERVAL_S)
-        now, stats = time.monotonic(), engine.state.stats
-        if stats is not None and (engine.num_active or stats is not before):
-            rate = (_num_rows(engine.graph, stats) - _num_rows(engine.graph, before)) / (now - at)
-            kv = ", ".join(f"{name} {100 * used / max(total, 1):.0f} %" for name, (used, total) in stats.pools.items())
-            logger.info(
-                "running %d, waiting %d, %.1f tokens/s, KV use: %s",
-                engine.state.num_running, engine.state.num_waiting, rate, kv or "none",
-            )  # fmt: skip
-        before, at = stats, now
-
-
-def _num_rows(graph: Graph, stats: Stats | None) -> int:
-    """Tokens made so far: rows of the methods that add one token a row to a KV sequence."""
-    if stats is None:
-        return 0
-    methods = {
-        f"{node.module}.{method.name}"
-        for node in graph.nodes
-        for method in node.methods
-        if method.kv is not None and method.kv.write and not method.has_tokens
-    }
-    return sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
-
-
-def _as_yaml(*configs: Any) -> str:
-    settings: dict[str, Any] = {}
-    for config in configs:
-        for name, value in dataclasses.asdict(config).items():
-            plain = {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
-            settings[name] = list(plain) if isinstance(plain, tuple) else plain
-    return yaml.safe_dump(settings, sort_keys=False)
-
-
 def _plan_lines(engine: Engine) -> Iterator[str]:
     length = engine.state.max_model_len
     for name, weights_bytes, kv_bytes, kv_tokens in engine.state.plan or ():
@@ -251,7 +223,6 @@ def _plan_lines(engine: Engine) -> Iterator[str]:
 
 
 def _route_lines(app: Starlette) -> Iterator[str]:
-    yield "Available routes:"
     for route in app.routes:
         assert isinstance(route, Route)
         yield f"  {', '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}"
@@ -264,39 +235,12 @@ async def _run(config: EngineConfig, wire: GenerateRequest, *, out: Path, base: 
     async with started_engine(config, base=base) as engine:
         handle = await engine.submit(wire)
         outputs = Outputs(handle.request)
-        progress = _Progress()
         async for chunk in handle:
             outputs.add(chunk)
-            progress.add(chunk)
         assert handle.result is not None
         try:
             await asyncio.to_thread(outputs.write, out, handle.result)
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
-    result = handle.result
-    logger.info("%s after %.2f s: wrote %s", result.finish_reason, result.timings["total_s"], out)
+        logger.info("%s after %.2f s: wrote %s", handle.result.finish_reason, handle.result.timings["total_s"], out)
     return 0
-
-
-class _Progress:
-    """A log line every two seconds saying how far the request is."""
-
-    def __init__(self) -> None:
-        self._started = self._shown = time.monotonic()
-        self._num_tokens = 0
-        self._audio_s = 0.0
-        self._step = ""
-
-    def add(self, chunk: Chunk) -> None:
-        if isinstance(chunk, TextChunk):
-            self._num_tokens += len(chunk.token_ids)
-        elif isinstance(chunk, AudioChunk):
-            self._audio_s += len(chunk.samples) / chunk.sample_rate
-        elif isinstance(chunk, ProgressChunk):
-            self._step = f"step {chunk.step} of {chunk.total}"
-        now = time.monotonic()
-        if now - self._shown >= _PROGRESS_INTERVAL_S:
-            self._shown = now
-            done = [self._step, f"{self._num_tokens} tokens" if self._num_tokens else ""]
-            done.append(f"{self._audio_s:.1f} s of audio" if self._audio_s else "")
-            logger.info("%s after %.0f s", ", ".join(text for text in done if text) or "working", now - self._started)

@@ -79,27 +79,13 @@ def progress(description: str, total: float | None, unit: str = "items") -> Iter
         unit: "bytes" is shown as KB, MB, GB; anything else as it is.
     """
     started = time.monotonic()
-    done = 0.0
-    console = Console(stderr=True)
     count = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        count,
-        TextColumn("" if unit == "bytes" else unit),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal or not logger.isEnabledFor(logging.INFO),
-    )
-    with bar:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal or not logger.isEnabledFor(logging.INFO)
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(description, total=total)
-
-        def advance(amount: float = 1) -> None:
-            nonlocal done
-            done += amount
-            bar.update(task, advance=amount)
-
-        yield advance
+        yield lambda amount: bar.advance(task, amount)
+    done = bar.tasks[0].completed
     amount = f"{done / 2**20:.1f} MiB" if unit == "bytes" else f"{done:g} {unit}"
     logger.info("%s: %s in %.1f s", description, amount, time.monotonic() - started)

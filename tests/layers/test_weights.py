@@ -206,4 +206,4 @@ def test_loading_leaves_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     write(tmp_path, "single", tensors())
     with caplog.at_level(logging.INFO):
         load_into(Net(), Weights.open(tmp_path), rename=rename)
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["loaded 7 tensors"]
+    assert [record.getMessage().split(" of ")[0] for record in caplog.records] == ["loading 7 tensors"]

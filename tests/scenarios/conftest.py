@@ -30,7 +30,7 @@ from mstar.ipc.messages import DropSession, FromWorker, ToWorker
 from mstar.ipc.tensors import tensor_bytes
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.processor import Processor
-from mstar.plugin.spec import Limits, load_object
+from mstar.plugin.spec import Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
@@ -71,14 +71,12 @@ class Ask:
     task: str
     inputs: tuple[Any, ...]
     params: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    seed: int | None = 0  # None: the engine draws one
     session: str | None = None
 
     def wire(self) -> GenerateRequest:
         inputs = [_wire_input(value) for value in self.inputs]
-        return GenerateRequest(
-            task=self.task, inputs=inputs, params=self.params, seed=self.seed, session=self.session
-        )
+        return GenerateRequest(task=self.task, inputs=inputs, params=self.params, seed=self.seed, session=self.session)
 
     def request(self, *, resumed: bool = False) -> Request:
         more = {"seed": self.seed, "session": self.session, "resumed": resumed}
@@ -136,7 +134,9 @@ class Answer:
             "ids": {index: self.token_ids(index) for index in indices},
             "texts": {index: self.text(index) for index in indices},
             "tensors": {
-                name: tensor.tolist() if not tensor.is_floating_point() else [round(v, 3) for v in tensor.flatten().tolist()]
+                name: tensor.tolist()
+                if not tensor.is_floating_point()
+                else [round(v, 3) for v in tensor.flatten().tolist()]
                 for name, tensor in self.tensors.items()
             },
             "samples": [round(value, 6) for value in self.samples.tolist()],
@@ -197,6 +197,86 @@ class Oracle:
         assert not wrong, f"{ask}: " + "; ".join(wrong)
 
 
+# ---- the cases of every task ----------------------------------------------------------------------------------------
+
+
+def _tensor(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+IMAGE, SECOND, LATENTS = ("image", _tensor(5, 1)), ("image2", _tensor(3, 2)), ("latents", _tensor(7, 3))
+
+CASES: dict[str, list[tuple[Any, ...]]] = {
+    "generate": [
+        ("hello world",),
+        ("hello", {"eos_at": 5}),
+        ("ignored", {"eos_at": 2, "ignore_eos": True, "max_tokens": 8}),
+        ("h", {"n": 3, "temperature": 0.9, "max_tokens": 12}),
+        (
+            "sampled in every way",
+            {
+                "temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3,
+                "presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {"101": 2.0}, "max_tokens": 30,
+            },
+        ),
+        ([256, 104, 105], {"repetition_penalty": 1.5, "max_tokens": 20}),
+        ("é" * 20, {"n": 2, "max_tokens": 5, "temperature": 1.0}),
+        ("once", {"max_tokens": 1}),
+    ],
+    "nested": [
+        ("frames please",),
+        ("loud", {"voice": "loud", "max_frames": 7}),
+        ("frames", {"end_at": 2, "max_frames": 6}),
+        ("none", {"end_at": 0}),
+        ("sampled", {"temperature": 0.8, "depth_temperature": 1.1, "depth_top_k": 10, "max_frames": 9}),
+    ],
+    "branches": [
+        ("ab",),
+        ("abc", {"steps": 5, "rounds": 3, "third": True, "first_step": 0, "end_step": 9}),
+        ("no steps", {"steps": 0}),
+        ("no right", {"first_step": 9, "end_step": 9}),
+    ],
+    "fanout": [
+        ("one|two", "three"),
+        ("one|two|x", "three", "four|five", {"reply_tokens": [5, 1, 3], "laps": [6, 0, 2]}),
+        ("a|b", "c", {"ordered": True, "max_tokens": 7}),
+    ],
+    "spans": [
+        ("look ", IMAGE, " and ", SECOND, " say"),
+        ("only text",),
+        (IMAGE, {"scale": 1.0}),
+        ("a ", IMAGE, SECOND, LATENTS, {"first_step": 1, "end_step": 2, "steps": 4}),
+    ],
+    "chunks": [
+        ("x",),
+        ("xy", {"counts": [[0, 3, 0, 2, 0]], "window": 3, "stride": 1, "size": 2, "context": 2, "follow_steps": 9}),
+        ("nothing", {"counts": [[0, 0]]}),
+        ("one chunk", {"counts": [[4]], "size": 4, "follow_steps": 2}),
+        ("some", {"counts": [[1, 2, 3, 4]], "consumers": ["left", "follow"]}),
+        ("nobody listens", {"counts": [[2]], "consumers": []}),
+    ],
+    "chunks_each": [("x", {"counts": [[1, 2], [0], [3, 0, 1, 1]]}), ("y", {"counts": [[2, 2]], "stride": 4})],
+    "trouble": [("ok",), ("ok", {"watch": True}), ("ok", {"kind": "sleep", "sleep_s": 0.01})],
+    "states": [
+        ("draft this",),
+        ("draft this", {"revise": False}),
+        ("draft that", {"tally": False}),
+        ("draft", {"revise": False, "tally": False}),
+    ],
+}  # fmt: skip
+
+
+def asks_of(*tasks: str) -> list[Ask]:
+    """The cases of some tasks (none named: of all), each with a seed of its own."""
+    found: list[Ask] = []
+    for task in tasks or tuple(CASES):
+        for case in CASES[task]:
+            params = case[-1] if isinstance(case[-1], dict) else {}
+            inputs = case[:-1] if params else case
+            found.append(Ask(task, inputs, params, seed=100 * len(found) + len(task)))
+    return found
+
+
 # ---- the engine -----------------------------------------------------------------------------------------------
 
 
@@ -230,8 +310,11 @@ class InspectedEnd:
 class Served:
     """An engine and its worker; the engine's event loop runs in a thread of its own, so that tests are plain code."""
 
-    def __init__(self, oracle: Oracle, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, oracle: Oracle, settings: dict[str, Any], *, change: Callable[[ModelSpec], ModelSpec] | None = None
+    ) -> None:
         self.oracle = oracle
+        self._change = change
         self.config = EngineConfig(plugin="echo", **settings)
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -243,6 +326,7 @@ class Served:
 
     def _build(self) -> tuple[Worker, Engine]:
         spec = loader.load("echo").spec
+        spec = self._change(spec) if self._change is not None else spec
         found = checkpoint.resolve(spec, self.config.model, parts={})
         graph = spec.graph(found.config)
         validate(graph, spec)
@@ -254,7 +338,9 @@ class Served:
             return made
 
         async def make_engine() -> Engine:
-            return Engine(spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=self._engine_end)
+            return Engine(
+                spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=self._engine_end
+            )
 
         return Worker(spec, graph, found, self.config, self._worker_end), self.run(make_engine())
 
@@ -304,6 +390,14 @@ class Served:
         for ask, answer in zip(asks, self.ask_all(asks, stagger_s=stagger_s), strict=True):
             assert isinstance(answer, Answer), f"{ask}: {answer!r}"
             self.oracle.check(ask, answer)
+
+    def drop_session(self, name: str) -> None:
+        """Delete a session, as its client may."""
+
+        async def drop() -> None:
+            self.engine.close_session(name)
+
+        self.run(drop())
 
     # ---- afterwards -----------------------------------------------------------------------------------------
 
@@ -398,11 +492,11 @@ def both(engines: Callable[[str], Served], request: pytest.FixtureRequest) -> It
 
 @pytest.fixture
 def fresh(oracle: Oracle) -> Iterator[Callable[..., Served]]:
-    """Engines with settings of the test's own."""
+    """`fresh(**settings)`: an engine of the test's own; `change` makes another model of the echo plugin's spec."""
     started: list[Served] = []
 
-    def start(**settings: Any) -> Served:
-        started.append(Served(oracle, settings))
+    def start(*, change: Callable[[ModelSpec], ModelSpec] | None = None, **settings: Any) -> Served:
+        started.append(Served(oracle, settings, change=change))
         return started[-1]
 
     yield start
@@ -414,7 +508,7 @@ def fresh(oracle: Oracle) -> Iterator[Callable[..., Served]]:
 def make() -> Callable[..., Ask]:
     """`make(task, *inputs, seed=0, session=None, **params)`: an `Ask`."""
 
-    def build(task: str, *inputs: Any, seed: int = 0, session: str | None = None, **params: Any) -> Ask:
+    def build(task: str, *inputs: Any, seed: int | None = 0, session: str | None = None, **params: Any) -> Ask:
         return Ask(task, inputs, params, seed, session)
 
     return build
@@ -429,3 +523,9 @@ def error_of() -> Callable[[Any], RequestError]:
         return answer
 
     return get
+
+
+@pytest.fixture(scope="session")
+def cases() -> Callable[..., list[Ask]]:
+    """`cases("generate", ...)`: what to ask of these tasks; `cases()`: of all."""
+    return asks_of

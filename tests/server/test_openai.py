@@ -7,7 +7,8 @@ import pytest
 
 from mstar.errors import RequestError
 from mstar.plugin.spec import ModelSpec
-from mstar.server.openai import SpeechEncoder, error_fields, list_models, read_speech, speech_error
+from mstar.server.openai import SpeechForm, list_models, read_speech, speech_error
+from mstar.server.results import error_fields
 from mstar.types import AudioChunk, ProgressChunk
 
 
@@ -64,11 +65,11 @@ def test_native_errors_are_told_in_the_words_of_speech() -> None:
 
 def test_a_stream_has_one_header_however_many_chunks() -> None:
     chunk = AudioChunk(np.full(4, 0.5, np.float32), 24000)
-    wav, pcm = SpeechEncoder("wav"), SpeechEncoder("pcm")
-    data = wav.encode(chunk) + wav.encode(ProgressChunk(1, 2)) + wav.encode(chunk)
+    wav, pcm = SpeechForm("wav"), SpeechForm("pcm")
+    data = wav.piece(chunk) + wav.piece(ProgressChunk(1, 2)) + wav.piece(chunk)
     assert data.count(b"RIFF") == 1 and len(data) == 44 + 16
     assert data[4:8] == data[40:44] == b"\xff" * 4
-    assert pcm.encode(chunk) + pcm.encode(chunk) == data[44:]
+    assert pcm.piece(chunk) + pcm.piece(chunk) == data[44:]
 
 
 def test_models_and_errors_have_openai_shapes(parrot_spec: ModelSpec) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mstar.server.streams import TextStream, chunk_event
+from mstar.server.results import chunk_event
+from mstar.server.streams import TextStream
 from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, TensorChunk, TextChunk
 
 

@@ -66,23 +66,20 @@ class MemoryEngineEnd:
         self._outbox = outbox
         self._check = check
         self._lock = threading.Lock()  # guards all below: `put` runs on the worker's thread
-        self._inbox: list[FromWorker] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: list[FromWorker] | None = []  # None: closed
         self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
 
     def send(self, message: ToWorker) -> None:
         self._outbox.put(cast(ToWorker, decode(encode(message))) if self._check else message)
 
     def put(self, message: FromWorker) -> None:
         with self._lock:
-            if self._closed:
-                return
-            self._inbox.append(message)
-            waiter, self._waiter = self._waiter, None
-            # Inside the lock: `close` cannot let the loop end between the look and the call.
-            if waiter is not None and self._loop is not None:
-                self._loop.call_soon_threadsafe(_wake, waiter)
+            if self._inbox is not None:
+                self._inbox.append(message)
+                waiter, self._waiter = self._waiter, None
+                # Inside the lock: `close` cannot let the loop end between the look and the call.
+                if waiter is not None:
+                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
     async def receive(self) -> list[FromWorker]:
         while True:
@@ -90,19 +87,12 @@ class MemoryEngineEnd:
                 if self._inbox:
                     messages, self._inbox = self._inbox, []
                     return messages
-                self._loop = asyncio.get_running_loop()
-                waiter = self._waiter = self._loop.create_future()
-            try:
-                await waiter
-            finally:
-                with self._lock:
-                    self._waiter = None
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            self._waiter = None
-            self._inbox = []
+            self._inbox = self._waiter = None
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

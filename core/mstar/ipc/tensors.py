@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack, with tensors as one extension type of header and raw bytes.
+"""Messages to bytes and back: msgpack, with tensors as one extension type: dtype, shape and raw bytes.
 
 Used by channels between processes, and by the in-memory channel under test. Knows no sockets and no devices but
 the CPU: whoever sends a tensor has moved it there.
@@ -6,7 +6,6 @@ the CPU: whoever sends a tensor has moved it there.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
@@ -16,13 +15,12 @@ from torch import Tensor
 from mstar.ipc.messages import FromWorker, ToWorker
 
 _TENSOR = 1
-_HEADER_SIZE = struct.Struct("<I")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )}  # fmt: skip
-_encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(tuple[str, list[int]]).decode
+_encode_tensor = msgspec.msgpack.Encoder().encode
+_decode_tensor = msgspec.msgpack.Decoder(tuple[str, list[int], memoryview]).decode  # dtype, shape, elements
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
@@ -58,15 +56,13 @@ def _encode_value(value: Any) -> msgspec.msgpack.Ext:
     name = str(value.dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise TypeError(f"tensors of {value.dtype} cannot cross to another process; use one of {', '.join(_DTYPES)}")
-    header = _encode_header((name, list(value.shape)))
-    return msgspec.msgpack.Ext(_TENSOR, _HEADER_SIZE.pack(len(header)) + header + tensor_bytes(value))
+    return msgspec.msgpack.Ext(_TENSOR, _encode_tensor((name, list(value.shape), tensor_bytes(value))))
 
 
 def _decode_extension(code: int, data: memoryview) -> Tensor:
     assert code == _TENSOR, f"unknown extension type {code}"
-    start = _HEADER_SIZE.size + _HEADER_SIZE.unpack_from(data)[0]
-    name, shape = _decode_header(data[_HEADER_SIZE.size : start])
-    return tensor_from_bytes(data[start:], dtype=_DTYPES[name], shape=shape)
+    name, shape, elements = _decode_tensor(data)
+    return tensor_from_bytes(elements, dtype=_DTYPES[name], shape=shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_value)

@@ -28,11 +28,7 @@ Embedding = nn.Embedding
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) @ weight (N, K)^T + bias (N,) -> (..., N), by the faster of our kernel and torch's."""
-    if x.device.type != "cpu":
-        return functional.linear(x, weight, bias)
-    if torch.compiler.is_compiling():
-        return _op(x, weight, bias, invariant=False)
-    return _on_cpu(x, weight, bias, invariant=False)
+    return _product(x, weight, bias, invariant=False)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,11 +36,14 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
     By our kernel, which sums each output in one order, or by giving every call of torch's exactly ROWS rows.
     """
-    if x.device.type == "cpu" and torch.compiler.is_compiling():
-        return _op(x, weight, bias, invariant=True)
-    if x.device.type == "cpu":
-        return _on_cpu(x, weight, bias, invariant=True)
-    return _in_tiles(x, weight, bias)
+    return _product(x, weight, bias, invariant=True)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> Tensor:
+    if x.device.type != "cpu":
+        return _by_torch(x, weight, bias, invariant=invariant)
+    on_cpu = _op if torch.compiler.is_compiling() else _on_cpu
+    return on_cpu(x, weight, bias, invariant)
 
 
 class Linear(nn.Linear):
@@ -100,12 +99,18 @@ def _kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
     kernel, most_rows = _kernel(x.dtype)
-    if kernel is not None:
-        depth = x.shape[-1]
-        rows = x.numel() // depth
-        if invariant or rows <= most_rows:
-            return _call(kernel, x, weight, bias, rows=rows, depth=depth)
-    return _in_tiles(x, weight, bias) if invariant else functional.linear(x, weight, bias)
+    width, depth = weight.shape
+    rows = x.numel() // depth
+    if kernel is None or (rows > most_rows and not invariant):
+        return _by_torch(x, weight, bias, invariant=invariant)
+    operands = [x.contiguous(), weight.contiguous()] + ([] if bias is None else [bias.contiguous()])
+    assert all(operand.dtype == x.dtype for operand in operands), f"input is {x.dtype}, weight {weight.dtype}"
+    assert depth == x.shape[-1], f"input has {x.shape[-1]} columns, weight {depth}"
+    out = x.new_empty((*x.shape[:-1], width))
+    threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
+    pointers = [operand.data_ptr() for operand in operands] + ([None] if bias is None else [])
+    kernel(*pointers, out.data_ptr(), rows, width, depth, threads)
+    return out
 
 
 # What it does depends on the machine: opaque to torch.compile.
@@ -117,43 +122,18 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    if not len(flat):
+    if not invariant or not len(flat):
         return functional.linear(x, weight, bias)
     padded = functional.pad(flat, (0, 0, 0, -len(flat) % ROWS))
     result = torch.cat([functional.linear(part, weight, bias) for part in padded.split(ROWS)])
     return result[: len(flat)].reshape(*x.shape[:-1], -1)
 
 
-def _call(
-    kernel: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *, rows: int, depth: int
-) -> Tensor:
-    assert x.dtype == weight.dtype, f"input is {x.dtype}, weight {weight.dtype}"
-    assert depth == weight.shape[1], f"input has {depth} columns, weight {weight.shape[1]}"
-    width = weight.shape[0]
-    x, weight = x.contiguous(), weight.contiguous()
-    shift = None
-    if bias is not None:
-        assert bias.dtype == x.dtype, f"input is {x.dtype}, bias {bias.dtype}"
-        shift = bias.contiguous()
-    out = x.new_empty((*x.shape[:-1], width))
-    threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
-    pointers = (x.data_ptr(), weight.data_ptr(), None if shift is None else shift.data_ptr(), out.data_ptr())
-    kernel(*pointers, rows, width, depth, threads)
-    return out
-
-
 # ---- batch invariance, applied from outside -------------------------------------------------------------
 
-_CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 def set_batch_invariant(module: nn.Module) -> None:

@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-import safetensors
+import safetensors.torch
 import torch
 from msgspec import Meta, Struct
 from torch import Tensor
@@ -26,10 +26,8 @@ from mstar.plugin.spec import ModelSpec, Task
 from mstar.types import AudioPart, Message, Part, Request, TensorPart, TextPart, TokensPart
 
 MAX_SEED = 2**63 - 1
-DTYPES = {
-    name: cast(torch.dtype, getattr(torch, name))
-    for name in ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
-}
+_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 
 # ---- wire types -------------------------------------------------------------------------------------------------
 
@@ -62,12 +60,16 @@ class TensorInput(Struct, tag="tensor", tag_field="type", kw_only=True, forbid_u
 
 
 Input = TextInput | TokensInput | AudioInput | TensorInput
-_KINDS = {TextInput: "text", TokensInput: "token_ids", AudioInput: "audio", TensorInput: "tensor"}
+_KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[Input]
+
+    @property
+    def parts(self) -> list[Input]:
+        return [TextInput(text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,36 +99,48 @@ def parse_json(body: bytes) -> Any:
         raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
-def convert(value: Any, kind: type[_Wire], *, prefix: str = "") -> _Wire:
+def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[str] = ()) -> _Wire:
     """`value` (built-in types) as a wire type. Raises RequestError that names the field, its value and its limits.
 
     Args:
         prefix: what comes before the field in `param`, such as "params.".
+        more: names the client may also use, to be listed beside the type's own.
     """
     _check_numbers(value, prefix=prefix)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explained(error, value=value, kind=kind, prefix=prefix) from error
+        raise _explained(error, value=value, kind=kind, prefix=prefix, more=more) from error
 
 
-def _explained(error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str) -> RequestError:
+def _explained(
+    error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str, more: Iterable[str]
+) -> RequestError:
     text, _, where = str(error).partition(" - at `$")
     path = [step for step in re.split(r"[.\[\]`]+", where) if step]
     if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
         name = prefix + ".".join([*path, found[2]])
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
-        known = f"; known: {', '.join(field_names(kind)) or 'none'}" if not path else ""
+        known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
         return RequestError(f"{name!r} is unknown{known}", param=name, code="unknown_parameter")
-    name = prefix + ".".join(path)
-    if path and path[-1] == "type" and text.startswith("Invalid value"):
-        text = f"must be one of {', '.join(_KINDS.values())}"
+    if text.startswith("Invalid value") and path[-1:] == ["type"]:
+        text = f"must be one of {', '.join(_KINDS)}"
+    elif text.startswith("Invalid enum value"):
+        text = f"must be {_choices(kind, path[0])}"
     for step in path:
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
+    name = prefix + ".".join(path)
     shown = f" is {_short(value)}" if path and isinstance(value, int | float | str | None) else ""
     text = re.sub(r"Expected (.*)", r"must be \1", text).replace("`", "")
     return RequestError(f"{name or 'the request'}{shown}: {text}", param=name or None)
+
+
+def _choices(kind: type[Any], name: str) -> str:
+    """What a field that is a Literal, or an optional one, accepts."""
+    field = next(field.type for field in msgspec.structs.fields(kind) if field.encode_name == name)
+    values = [value for part in (field, *get_args(field)) if get_origin(part) is Literal for value in get_args(part)]
+    return repr(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
 
 
 def _short(value: Any) -> str:
@@ -136,13 +150,9 @@ def _short(value: Any) -> str:
 
 def _check_numbers(value: Any, *, prefix: str) -> None:
     """Refuse, before they reach a tensor, NaN, infinity and integers over 64 bits."""
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(item, prefix=f"{prefix}{key}.")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            if not isinstance(item, str):
-                _check_numbers(item, prefix=f"{prefix}{index}.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -154,11 +164,18 @@ def field_names(kind: type[Any]) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(kind)]
 
 
-def check_model(model: str | None, *, names: Iterable[str]) -> None:
+def check_known(
+    value: str, known: Iterable[str], problem: str, *, param: str, status: int = 400, code: str | None = None
+) -> None:
+    """Raises RequestError if `value` is not known: `problem`, followed by what is."""
+    if value not in known:
+        raise RequestError(f"{problem} {', '.join(known) or 'none'}", param=param, status=status, code=code)
+
+
+def check_model(model: str, *, names: tuple[str, ...]) -> None:
     """Raises RequestError 404 if a request asks for a model that is not served."""
-    if model is not None and model not in names:
-        message = f"model {_short(model)} does not exist; served: {', '.join(names)}"
-        raise RequestError(message, status=404, param="model", code="model_not_found")
+    problem = f"model {_short(model)} does not exist; served:"
+    check_known(model, names, problem, param="model", status=404, code="model_not_found")
 
 
 # ---- wire to request --------------------------------------------------------------------------------------------
@@ -180,21 +197,25 @@ def read_request(
         seed: used when the request names none.
         base: folder relative file names start from (`mstar run`); None: files are refused.
     """
-    check_model(wire.model, names=model_names)
+    model = model_names[0] if wire.model is None else wire.model
+    check_model(model, names=model_names)
     if (wire.inputs is None) == (wire.messages is None):
         raise RequestError("give exactly one of 'inputs' and 'messages'", param="inputs")
     if not (wire.inputs or wire.messages):
         name = "inputs" if wire.messages is None else "messages"
         raise RequestError(f"{name!r} is empty; give at least one item", param=name)
-    task_name, task = _task(wire, spec=spec)
+    name = _task(wire, spec=spec)
+    task = spec.tasks[name]
     params = convert(wire.params, task.params, prefix="params.")
-    _check_stop(params)
+    if "" in stop_strings(params):
+        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
+    read = [(message, tuple(_part(part, param=at, base=base) for at, part in parts)) for message, parts in _turns(wire)]
     return Request(
         id=request_id,
-        model=wire.model or model_names[0],
-        task=task_name,
-        parts=tuple(_part(p, param=f"inputs.{i}", base=base) for i, p in enumerate(wire.inputs or ())),
-        messages=tuple(_message(m, param=f"messages.{i}", base=base) for i, m in enumerate(wire.messages or ())),
+        model=model,
+        task=name,
+        parts=tuple(part for message, parts in read if message is None for part in parts),
+        messages=tuple(Message(message.role, parts) for message, parts in read if message is not None),
         outputs=tuple(wire.outputs or task.default_outputs or task.outputs[:1]),
         params=params,
         seed=seed if wire.seed is None else wire.seed,
@@ -204,22 +225,29 @@ def read_request(
     )
 
 
-def _task(wire: GenerateRequest, *, spec: ModelSpec) -> tuple[str, Task]:
+def _turns(wire: GenerateRequest) -> list[tuple[ChatMessage | None, list[tuple[str, Input]]]]:
+    """Messages, or None for the inputs, with their parts; each part after its `param`."""
+    turns: list[tuple[ChatMessage | None, list[tuple[str, Input]]]] = []
+    if wire.inputs is not None:
+        turns.append((None, [(f"inputs.{index}", part) for index, part in enumerate(wire.inputs)]))
+    for index, message in enumerate(wire.messages or ()):
+        turns.append((message, [(f"messages.{index}.content.{i}", part) for i, part in enumerate(message.parts)]))
+    return turns
+
+
+def _task(wire: GenerateRequest, *, spec: ModelSpec) -> str:
     """The task asked for, or the first that takes these inputs and gives these outputs."""
     if wire.task is not None:
-        if wire.task not in spec.tasks:
-            message = f"task {_short(wire.task)} is unknown; known: {', '.join(spec.tasks)}"
-            raise RequestError(message, param="task", code="unknown_task")
-        _check_fit(wire, name=wire.task, task=spec.tasks[wire.task])
-        return wire.task, spec.tasks[wire.task]
+        problem = f"task {_short(wire.task)} is unknown; known:"
+        check_known(wire.task, spec.tasks, problem, param="task", code="unknown_task")
     problems = []
-    for name, task in spec.tasks.items():
+    for name in spec.tasks if wire.task is None else [wire.task]:
         try:
-            _check_fit(wire, name=name, task=task)
+            _check_fit(wire, name=name, task=spec.tasks[name])
         except RequestError as error:
             problems.append(error)
         else:
-            return name, task
+            return name
     if len(problems) == 1:
         raise problems[0]
     message = f"no task takes these inputs and gives these outputs: {'; '.join(p.message for p in problems)}"
@@ -230,50 +258,25 @@ def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
     if wire.messages is not None and not task.messages:
         raise RequestError(f"task {name!r} takes 'inputs', not 'messages'", param="messages")
     seen: set[str] = set()
-    for param, part in _wire_parts(wire):
-        if _KINDS[type(part)] not in task.inputs:
-            raise RequestError(
-                f"task {name!r} takes no {_KINDS[type(part)]} part; known: {', '.join(task.inputs)}", param=param
-            )
+    for param, part in (item for _, parts in _turns(wire) for item in parts):
+        kind = str(part.__struct_config__.tag)
+        check_known(kind, task.inputs, f"task {name!r} takes no {kind} part; known:", param=param)
         if isinstance(part, TensorInput):
-            if part.name not in task.tensors_in:
-                message = f"task {name!r} takes no tensor {_short(part.name)}; known: {', '.join(task.tensors_in)}"
-                raise RequestError(message, param=f"{param}.name")
+            problem = f"task {name!r} takes no tensor {_short(part.name)}; known:"
+            check_known(part.name, task.tensors_in, problem, param=f"{param}.name")
             if part.name in seen:
                 raise RequestError(f"tensor {part.name!r} is given twice", param=f"{param}.name")
             seen.add(part.name)
     known = [*task.outputs, *(f"tensor:{tensor}" for tensor in task.tensors_out)]
     for index, output in enumerate(wire.outputs or ()):
-        if output not in known:
-            raise RequestError(
-                f"task {name!r} gives no output {_short(output)}; known: {', '.join(known)}", param=f"outputs.{index}"
-            )
-
-
-def _wire_parts(wire: GenerateRequest) -> list[tuple[str, Input]]:
-    found = [(f"inputs.{index}", part) for index, part in enumerate(wire.inputs or ())]
-    for index, message in enumerate(wire.messages or ()):
-        content = [TextInput(text=message.content)] if isinstance(message.content, str) else message.content
-        found += [(f"messages.{index}.content.{i}", part) for i, part in enumerate(content)]
-    return found
-
-
-def _check_stop(params: Any) -> None:
-    if "" in stop_strings(params):
-        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
+        problem = f"task {name!r} gives no output {_short(output)}; known:"
+        check_known(output, known, problem, param=f"outputs.{index}")
 
 
 def stop_strings(params: Any) -> tuple[str, ...]:
     """The stop strings of a params struct, if it has any."""
     stop = getattr(params, "stop", None)
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _message(message: ChatMessage, *, param: str, base: Path | None) -> Message:
-    if isinstance(message.content, str):
-        return Message(message.role, (TextPart(message.content),))
-    parts = (_part(p, param=f"{param}.content.{i}", base=base) for i, p in enumerate(message.content))
-    return Message(message.role, tuple(parts))
 
 
 def _part(part: Input, *, param: str, base: Path | None) -> Part:
@@ -283,11 +286,12 @@ def _part(part: Input, *, param: str, base: Path | None) -> Part:
         return TokensPart(part.ids)
     if isinstance(part, TensorInput):
         return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
+    param = f"{param}.data"
     if base is not None and not part.data.startswith("data:"):
-        data = _file(part.data, base=base, param=f"{param}.data").read_bytes()
+        data = _file(part.data, base=base, param=param).read_bytes()
     else:
-        data = audio.read_data_uri(part.data, param=f"{param}.data")
-    return AudioPart(*audio.decode_audio(data, param=f"{param}.data"))
+        data = audio.read_data_uri(part.data, param=param)
+    return AudioPart(*audio.decode_audio(data, param=param))
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:
@@ -297,59 +301,51 @@ def _file(name: str, *, base: Path, param: str) -> Path:
     return path
 
 
+# ---- tensors ----------------------------------------------------------------------------------------------------
+
+
 def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
-    if value.file is not None:
-        tensor = _tensor_of_file(value, param=param, base=base)
-    else:
+    given = {name for name in field_names(TensorValue) if getattr(value, name) is not None}
+    if given == {"dtype", "shape", "data"}:
         tensor = _tensor_of_data(value, param=param)
+    elif given != {"file", "name"}:
+        raise RequestError("a tensor needs 'dtype', 'shape' and 'data', or else 'file' and 'name'", param=param)
+    elif base is None:
+        message = "tensors in files are read by 'mstar run' only; send dtype, shape and data"
+        raise RequestError(message, param=f"{param}.file")
+    else:
+        tensor = _tensor_of_file(value, param=param, base=base)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise RequestError("the tensor holds NaN or infinity; all values must be finite", param=param)
     return tensor
 
 
 def _tensor_of_data(value: TensorValue, *, param: str) -> Tensor:
-    if value.name is not None:
-        raise RequestError("'name' goes with 'file' only", param=f"{param}.name")
-    if value.dtype is None or value.shape is None or value.data is None:
-        raise RequestError("a tensor needs 'dtype', 'shape' and 'data'", param=param)
-    dtype = DTYPES.get(value.dtype)
-    if dtype is None:
-        raise RequestError(
-            f"dtype {_short(value.dtype)} is unknown; known: {', '.join(DTYPES)}", param=f"{param}.dtype"
-        )
+    assert value.dtype is not None and value.shape is not None and value.data is not None
+    check_known(value.dtype, DTYPES, f"dtype {_short(value.dtype)} is unknown; known:", param=f"{param}.dtype")
+    dtype = DTYPES[value.dtype]
     try:
         data = binascii.a2b_base64(value.data, strict_mode=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:  # binascii's, or of text that is not ASCII
         raise RequestError(f"the tensor's data is not valid base64: {error}", param=f"{param}.data") from error
     expected = math.prod(value.shape) * dtype.itemsize
     if len(data) != expected:
-        raise RequestError(
-            f"the tensor's data has {len(data)} bytes; {value.dtype} {value.shape} needs {expected}",
-            param=f"{param}.data",
-        )
+        message = f"the tensor's data has {len(data)} bytes; {value.dtype} {value.shape} needs {expected}"
+        raise RequestError(message, param=f"{param}.data")
     if dtype is torch.bool and data.strip(b"\0\1"):
         raise RequestError("the data of a bool tensor must be bytes 0 and 1", param=f"{param}.data")
     return tensor_from_bytes(data, dtype=dtype, shape=value.shape)
 
 
-def _tensor_of_file(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
-    if base is None:
-        raise RequestError(
-            "tensors in files are read by 'mstar run' only; send dtype, shape and data", param=f"{param}.file"
-        )
-    if value.name is None or any(x is not None for x in (value.dtype, value.shape, value.data)):
-        raise RequestError("a tensor in a file needs 'file' and 'name', and nothing else", param=param)
-    assert value.file is not None
+def _tensor_of_file(value: TensorValue, *, param: str, base: Path) -> Tensor:
+    assert value.file is not None and value.name is not None
     path = _file(value.file, base=base, param=f"{param}.file")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            if value.name not in (names := list(file.keys())):
-                raise RequestError(
-                    f"{path.name} has no tensor {value.name!r}; it has {', '.join(names)}", param=f"{param}.name"
-                )
-            tensor = cast(Tensor, file.get_tensor(value.name))
+        tensors = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise RequestError(f"{str(path)!r} is no safetensors file: {error}", param=f"{param}.file") from error
+    check_known(value.name, tensors, f"{path.name} has no tensor {value.name!r}; it has", param=f"{param}.name")
+    tensor = tensors[value.name]
     if tensor.dtype not in DTYPES.values():
         raise RequestError(f"tensor {value.name!r} is {tensor.dtype}; known: {', '.join(DTYPES)}", param=param)
     return tensor

@@ -6,8 +6,9 @@ No clock, thread, socket or tensor arithmetic inside. Runs in the server process
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +59,14 @@ class End:
     entry: Entry
     error: RequestError | None
 
+    @property
+    def request_id(self) -> str:
+        return self.entry.request_id
 
-Action = Send | Deliver | RunStep | End
+
+Work = Deliver | RunStep | End
+"""What a request's decoding does, in order."""
+Action = Send | Work
 
 # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -69,6 +76,9 @@ class Entry:
     """One request that is not over.
 
     Args:
+        session_missing: what to say if the session had to be open.
+        opened: when it was sent to the worker.
+        request, encoded: set when the request has been encoded.
         lanes: lane -> the walk it runs, or will run after a Processor step.
         stored: named walk outputs that no walk has consumed yet, and what Processor steps returned.
         reasons: (lane, path as "0.2") -> why its last dynamic loop ended.
@@ -76,16 +86,12 @@ class Entry:
 
     request_id: str
     submitted: float
-    deadline: float | None
     session: str | None = None
     resumed: bool = False
-    session_missing: RequestError | None = None  # what to say if the session had to be open
-    is_queued: bool = False
-    opened: float | None = None  # on the worker
-    # set when the request has been encoded
+    session_missing: RequestError | None = None
+    opened: float | None = None
     request: Request = field(init=False)
-    encoded: Encoded = field(init=False)
-    view: RequestView = field(init=False)
+    encoded: Encoded | None = None
     lanes: dict[str, str] = field(default_factory=dict)
     stored: dict[str, Any] = field(default_factory=dict)
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -94,7 +100,14 @@ class Entry:
 
     @property
     def phase(self) -> str:
-        return "running" if self.opened is not None else "queued" if self.is_queued else "being encoded"
+        return "running" if self.opened is not None else "being encoded" if self.encoded is None else "queued"
+
+    @property
+    def view(self) -> RequestView:
+        """What the model's States see."""
+        assert self.encoded is not None
+        asked, fields = self.request, self.encoded.fields
+        return RequestView(asked.task, asked.outputs, asked.params, fields, asked.session, asked.resumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +136,7 @@ class EngineState:
         self._sessions = sessions
         self._entries: dict[str, Entry] = {}  # in order of arrival
         self._kept: dict[str, dict[str, Any]] = {}  # session -> walk outputs its next request starts with
+        self._decided: list[Action] = []  # since the last event
         self._mean_s = 1.0  # how long requests take, for Retry-After
         self.plan: list[tuple[str, int, int, int]] | None = None  # from Ready
         self.max_model_len = 0  # likewise
@@ -166,12 +180,10 @@ class EngineState:
             message = f"{len(self._entries)} requests are running or waiting; the limit is {most}; "
             message += f"try again in {self.retry_after_s} s, or raise --max-queue"
             raise RequestError(message, status=429, code="queue_full")
-        timeout_s = self._limits.timeout_s
-        deadline = None if timeout_s is None else now + timeout_s
-        entry = Entry(request_id=request_id, submitted=now, deadline=deadline, session=session)
-        actions = self._enter_session(entry, now=now)
+        entry = Entry(request_id=request_id, submitted=now, session=session)
+        self._enter_session(entry, now=now)
         self._entries[request_id] = entry
-        return actions
+        return self._actions(now=now)
 
     def is_resumed(self, request_id: str) -> bool:
         """Whether a submitted request goes on with an open session."""
@@ -180,52 +192,46 @@ class EngineState:
 
     def encoded(self, request: Request, encoded: Encoded, *, now: float) -> list[Action]:
         """A submitted request has been encoded: queue it, and open it if there is room."""
-        entry = self._entries.get(request.id)
-        if entry is None:
-            return []
-        try:
-            self._check_memory(encoded)
-        except RequestError as error:
-            return self._end(entry, error, now=now)  # it was not open: no room has come free
-        entry.request, entry.encoded, entry.is_queued = request, encoded, True
-        entry.view = RequestView(
-            request.task, request.outputs, request.params, encoded.fields, request.session, request.resumed
-        )
-        return self._open_waiting(now=now)
+        if (entry := self._entries.get(request.id)) is not None:
+            with self._failing_alone(entry, now=now):
+                self._check_memory(encoded)
+                entry.request, entry.encoded = request, encoded
+        return self._actions(now=now)
 
     def receive(self, message: FromWorker, *, now: float) -> list[Action]:
         """A message from the worker. Messages for requests that are over are ignored."""
         if isinstance(message, messages.Stats):
             self.stats = message
-            return []
-        if isinstance(message, messages.Ready):
+        elif isinstance(message, messages.Ready):
             self.plan, self.max_model_len = message.plan, message.max_model_len
-            return self._open_waiting(now=now)
-        if isinstance(message, messages.Dead):
+        elif isinstance(message, messages.Dead):
             self.dead = self.dead or message.reason  # the first says what went wrong
             error = RequestError(f"the model's worker has stopped: {message.reason}", status=503, code="worker_dead")
-            return [action for entry in list(self._entries.values()) for action in self._end(entry, error, now=now)]
-        entry = self._entries.get(message.request_id)
-        if entry is None:
+            for entry in list(self._entries.values()):
+                self._end(entry, error, now=now)
+        elif (found := self._entries.get(message.request_id)) is None:
             return []
-        if isinstance(message, messages.Emit):
+        elif isinstance(message, messages.Emit):
             emission = Emission(message.name, message.path, message.value, message.final, message.reason)
-            return [Deliver(entry.request_id, emission)]
-        if isinstance(message, messages.Failed):
+            return [Deliver(message.request_id, emission)]  # by far the most frequent; it changes nothing here
+        elif isinstance(message, messages.Failed):
             error = RequestError(message.message, status=message.status, param=message.param, code=message.code)
-            return self._settle(self._end(entry, error, now=now, is_freed=True), now=now)
-        entry.stored |= message.outputs
-        entry.reasons |= {(message.lane, path): reason for path, reason in message.reasons.items()}
-        entry.counters, entry.counts = message.counters, message.counts
-        return self._settle(self._guarded(self._follow, entry, message.lane, message.walk, now=now), now=now)
+            self._end(found, error, now=now, is_freed=True)
+        else:
+            found.stored |= message.outputs
+            found.reasons |= {(message.lane, path): reason for path, reason in message.reasons.items()}
+            found.counters, found.counts = message.counters, message.counts
+            with self._failing_alone(found, now=now):
+                self._follow(found, message.lane, message.walk, now=now)
+        return self._actions(now=now)
 
     def step_done(self, request_id: str, lane: str, *, outputs: dict[str, Any], now: float) -> list[Action]:
         """A Processor step has returned `outputs`: begin the walk it was run for."""
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return []
-        entry.stored |= outputs
-        return self._settle(self._guarded(self._begin, entry, {lane: entry.lanes[lane]}, now=now), now=now)
+        if (entry := self._entries.get(request_id)) is not None:
+            entry.stored |= outputs
+            with self._failing_alone(entry, now=now):
+                self._begin(entry, {lane: entry.lanes[lane]})
+        return self._actions(now=now)
 
     def stop(self, request_id: str, *, path: Path) -> list[Action]:
         """A stop string was found in what item `path` emitted."""
@@ -233,30 +239,49 @@ class EngineState:
 
     def fail(self, request_id: str, error: RequestError, *, now: float) -> list[Action]:
         """End a request with an error, wherever it is: a failure on this side, or a client that is gone."""
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return []
-        if error.status == 404 and error.param == "session" and entry.session_missing is not None:
-            error = entry.session_missing  # the model cannot know whether it was never open, or has expired
-        return self._settle(self._end(entry, error, now=now), now=now)
+        if (entry := self._entries.get(request_id)) is not None:
+            if error.status == 404 and error.param == "session" and entry.session_missing is not None:
+                error = entry.session_missing  # the model cannot know whether it was never open, or has expired
+            self._end(entry, error, now=now)
+        return self._actions(now=now)
 
     def close_session(self, name: str, *, now: float) -> list[Action]:
         """Delete a session. Raises RequestError: 404, 409 or 410."""
         self._sessions.close(name, now=now)
-        return self._drop_sessions([name])
+        self._drop_sessions([name])
+        return self._actions(now=now)
 
     def tick(self, *, now: float) -> list[Action]:
         """Deadlines and expired sessions."""
-        actions: list[Action] = self._drop_sessions(self._sessions.expire(now=now))
+        self._drop_sessions(self._sessions.expire(now=now))
+        timeout_s = self._limits.timeout_s
         for entry in list(self._entries.values()):
-            if entry.deadline is not None and now >= entry.deadline:
-                message = f"the request was {entry.phase} when its {self._limits.timeout_s:g} s were over; "
+            if timeout_s is not None and now >= entry.submitted + timeout_s:
+                message = f"the request was {entry.phase} when its {timeout_s:g} s were over; "
                 message += "ask for less, or raise --request-timeout"
-                error = RequestError(message, status=504, code="deadline_exceeded")
-                actions += self._end(entry, error, now=now)
-        return self._settle(actions, now=now)
+                self._end(entry, RequestError(message, status=504, code="deadline_exceeded"), now=now)
+        return self._actions(now=now)
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- inside: each adds to what is decided ------------------------------------------------------------------
+
+    def _actions(self, *, now: float) -> list[Action]:
+        """What the event led to, after opening waiting requests that there is room for now."""
+        if self.plan is not None and self.dead is None:
+            room = self._limits.max_running - self.num_running
+            for entry in [e for e in self._entries.values() if e.phase == "queued"]:
+                if room > 0:
+                    with self._failing_alone(entry, now=now):
+                        self._open(entry, now=now)
+                        room -= 1
+        decided, self._decided = self._decided, []
+        return decided
+
+    def _send(self, message: ToWorker) -> None:
+        self._decided.append(Send(message))
+
+    def _failing_alone(self, entry: Entry, *, now: float) -> contextlib.AbstractContextManager[None]:
+        doing = f"request {entry.request_id}: what follows"
+        return attributed(doing, fail=lambda error: self._end(entry, error, now=now))
 
     def _check_memory(self, encoded: Encoded) -> None:
         page = self._limits.page_tokens
@@ -270,17 +295,76 @@ class EngineState:
                 message += f"{capacity}; shorten the input or the output, or raise --kv-cache-memory-bytes"
                 raise RequestError(message, code="context_length_exceeded")
 
-    def _enter_session(self, entry: Entry, *, now: float) -> list[Action]:
+    def _open(self, entry: Entry, *, now: float) -> None:
+        request, encoded = entry.request, entry.encoded
+        assert encoded is not None
+        starts = self._graph.states.start(entry.view)
+        if not starts:
+            raise RequestError(f"no walk of the model starts for task {request.task!r} as asked", status=500)
+        entry.lanes = {start.lane: start.walk for start in starts}
+        entry.opened = now
+        params = msgspec.to_builtins(request.params) if request.params is not None else {}
+        self._send(
+            messages.Open(
+                request_id=entry.request_id, task=request.task, seed=request.seed, arrival=entry.submitted,
+                params=params, fields=encoded.fields, samplers=encoded.samplers,
+                sampler_prompts=encoded.sampler_prompts, content_keys=encoded.content_keys, outputs=request.outputs,
+                session=request.session,
+            )
+        )  # fmt: skip
+        self._begin(entry, entry.lanes)
+
+    def _begin(self, entry: Entry, walks: dict[str, str]) -> None:
+        """Start walks with what they need: stored outputs, which are consumed, or else encoded inputs."""
+        assert entry.encoded is not None
+        inputs: dict[str, Any] = {}
+        for walk in map(self._graph.walk, walks.values()):
+            assert walk is not None, f"States name a walk of {walks}, which the graph lacks"
+            for name in (name for name in walk.inputs if name not in inputs):
+                source = entry.stored if name in entry.stored else entry.encoded.inputs
+                if name not in source:
+                    raise RequestError(f"walk {walk.name!r} needs {name!r}, which nothing gave", status=500)
+                inputs[name] = source[name]
+                entry.stored.pop(name, None)
+        self._send(messages.Begin(request_id=entry.request_id, walks=dict(walks), inputs=inputs))
+
+    def _follow(self, entry: Entry, lane: str, walk: str, *, now: float) -> None:
+        then = self._graph.states.after(walk, entry.view)
+        if then is not None:
+            entry.lanes[lane] = then.walk
+            if then.step is None:
+                self._begin(entry, {lane: then.walk})
+            else:
+                self._decided.append(RunStep(entry.request_id, lane, then.step, dict(entry.stored)))
+            return
+        entry.lanes.pop(lane, None)
+        if not entry.lanes:
+            self._end(entry, None, now=now)
+
+    def _end(self, entry: Entry, error: RequestError | None, *, now: float, is_freed: bool = False) -> None:
+        """Forget a request; `is_freed`: the worker has done so already."""
+        if entry.opened is not None and not is_freed and self.dead is None:
+            kind = messages.Close if error is None else messages.Abort
+            self._send(kind(request_id=entry.request_id))
+        if error is None and entry.opened is not None:
+            self._mean_s += 0.2 * (now - entry.opened - self._mean_s)
+        del self._entries[entry.request_id]
+        self._leave_session(entry, is_kept=error is None or (entry.resumed and entry.opened is None), now=now)
+        self._decided.append(End(entry, error))
+
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    def _enter_session(self, entry: Entry, *, now: float) -> None:
         """Open the request's session, or go on with it, whichever it can be."""
         name = entry.session
         if name is None:
-            return []
+            return
         if self._sessions.is_open(name, now=now):
             self._sessions.resume(name, now=now)
             entry.resumed, entry.stored = True, dict(self._kept.get(name, {}))
-            return []
-        entry.session_missing = self._sessions.missing(name)
-        return self._drop_sessions(self._sessions.open(name, now=now))
+        else:
+            entry.session_missing = self._sessions.missing(name)
+            self._drop_sessions(self._sessions.open(name, now=now))
 
     def _leave_session(self, entry: Entry, *, is_kept: bool, now: float) -> None:
         if entry.session is None:
@@ -293,95 +377,22 @@ class EngineState:
         if entry.opened is not None:
             self._kept[entry.session] = entry.stored
 
-    def _drop_sessions(self, names: Iterable[str]) -> list[Action]:
+    def _drop_sessions(self, names: Iterable[str]) -> None:
         for name in names:
             self._kept.pop(name, None)
-        return [Send(messages.DropSession(session=name)) for name in names]
-
-    def _settle(self, actions: list[Action], *, now: float) -> list[Action]:
-        """The actions, and the opening of requests that wait for the room of one that ended."""
-        if any(isinstance(action, End) for action in actions):
-            return actions + self._open_waiting(now=now)
-        return actions
-
-    def _open_waiting(self, *, now: float) -> list[Action]:
-        actions: list[Action] = []
-        if self.plan is not None and self.dead is None:
-            room = self._limits.max_running - self.num_running
-            for entry in [e for e in self._entries.values() if e.is_queued and e.opened is None]:
-                if room > 0:
-                    actions += self._guarded(self._open, entry, now=now)
-                    room -= entry.opened is not None
-        return actions
-
-    def _open(self, entry: Entry, *, now: float) -> list[Action]:
-        request, encoded = entry.request, entry.encoded
-        starts = self._graph.states.start(entry.view)
-        if not starts:
-            raise RequestError(f"no walk of the model starts for task {request.task!r} as asked", status=500)
-        entry.lanes = {start.lane: start.walk for start in starts}
-        begin = self._begin(entry, entry.lanes)
-        entry.opened = now
-        opening = messages.Open(
-            request_id=entry.request_id, task=request.task, seed=request.seed, arrival=entry.submitted,
-            params=msgspec.to_builtins(request.params) if request.params is not None else {}, fields=encoded.fields,
-            samplers=encoded.samplers, sampler_prompts=encoded.sampler_prompts, content_keys=encoded.content_keys,
-            outputs=request.outputs, session=request.session,
-        )  # fmt: skip
-        return [Send(opening), *begin]
-
-    def _begin(self, entry: Entry, walks: dict[str, str], *, now: float = 0) -> list[Action]:
-        """Start walks with what they need: stored outputs, which are consumed, or else encoded inputs."""
-        names = dict.fromkeys(name for walk in walks.values() for name in self._inputs_of(walk))
-        inputs: dict[str, Any] = {}
-        for name in names:
-            if name in entry.stored:
-                inputs[name] = entry.stored.pop(name)
-            elif name in entry.encoded.inputs:
-                inputs[name] = entry.encoded.inputs[name]
-            else:
-                started = " and ".join(walks.values())
-                raise RequestError(f"walk {started!r} needs {name!r}, which nothing gave", status=500)
-        return [Send(messages.Begin(request_id=entry.request_id, walks=dict(walks), inputs=inputs))]
-
-    def _inputs_of(self, walk: str) -> tuple[str, ...]:
-        found = self._graph.walk(walk)
-        assert found is not None, f"States name walk {walk!r}, which the graph lacks"
-        return found.inputs
-
-    def _follow(self, entry: Entry, lane: str, walk: str, *, now: float) -> list[Action]:
-        then = self._graph.states.after(walk, entry.view)
-        if then is None:
-            entry.lanes.pop(lane, None)
-            return [] if entry.lanes else self._end(entry, None, now=now)
-        entry.lanes[lane] = then.walk
-        if then.step is not None:
-            return [RunStep(entry.request_id, lane, then.step, dict(entry.stored))]
-        return self._begin(entry, {lane: then.walk}, now=now)
-
-    def _guarded(self, act: Callable[..., list[Action]], entry: Entry, *arguments: Any, now: float) -> list[Action]:
-        """Run a transition that asks the model's States; what they raise fails this request only."""
-        try:
-            return act(entry, *arguments, now=now)
-        except RequestError as error:
-            return self._end(entry, error, now=now)
-        except Exception as error:
-            logger.exception("request %s: the model's state machine failed", entry.request_id)
-            return self._end(entry, internal_error(error), now=now)
-
-    def _end(self, entry: Entry, error: RequestError | None, *, now: float, is_freed: bool = False) -> list[Action]:
-        """Forget a request; `is_freed`: the worker has done so already."""
-        actions: list[Action] = []
-        if entry.opened is not None and not is_freed and self.dead is None:
-            kind = messages.Close if error is None else messages.Abort
-            actions.append(Send(kind(request_id=entry.request_id)))
-        del self._entries[entry.request_id]
-        self._leave_session(entry, is_kept=error is None or (entry.resumed and entry.opened is None), now=now)
-        if error is None and entry.opened is not None:
-            self._mean_s += 0.2 * (now - entry.opened - self._mean_s)
-        return [*actions, End(entry, error)]
+            self._send(messages.DropSession(session=name))
 
 
-def internal_error(error: Exception) -> RequestError:
-    """What a client sees of an error that was not meant for it."""
-    return RequestError(f"internal error ({type(error).__name__}); the server's log has more", status=500)
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def attributed(doing: str, *, fail: Callable[[RequestError], object]) -> Iterator[None]:
+    """Give what is raised inside to `fail`. Of an error not meant for a client, it gets the type; the log, the rest."""
+    try:
+        yield
+    except RequestError as error:
+        fail(error)
+    except Exception as error:
+        logger.exception("%s failed", doing)
+        fail(RequestError(f"internal error ({type(error).__name__}); the server's log has more", status=500))

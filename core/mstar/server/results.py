@@ -1,12 +1,14 @@
-"""Whole results: the chunks of a request put together, as JSON with base64, as one safetensors body, or as files.
+"""From chunks to the wire: a chunk as an event of a stream; a request's outputs as JSON, as safetensors, as files.
 
-One schema for HTTP and `mstar run`. Runs in the server process, off the event loop. Knows nothing about HTTP.
+One schema for HTTP and `mstar run`. Runs in the server process, off the event loop where chunks may be large. Knows
+nothing about HTTP.
 """
 
 from __future__ import annotations
 
-import binascii
 import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,15 @@ from msgspec import Struct
 from PIL import Image
 from torch import Tensor
 
+from mstar.errors import RequestError
 from mstar.ipc.tensors import tensor_bytes
 from mstar.media import audio
-from mstar.types import AudioChunk, Chunk, ImageChunk, Request, TensorChunk, TextChunk
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
+
+JSON, NDJSON, SAFETENSORS = "application/json", "application/x-ndjson", "application/octet-stream"
+
+Output = TextChunk | AudioChunk | ImageChunk | TensorChunk
+_KINDS = {TextChunk: "text", AudioChunk: "audio", ImageChunk: "image", TensorChunk: "tensors"}  # in a result's order
 
 
 class Result(Struct, kw_only=True):
@@ -56,152 +64,208 @@ def summary(request: Request, result: Result) -> dict[str, Any]:
     return extra | head | fields
 
 
+def is_wanted(request: Request, chunk: Chunk) -> bool:
+    """Whether a chunk is of a kind the request asked for."""
+    if isinstance(chunk, TensorChunk) and f"tensor:{chunk.name}" in request.outputs:
+        return True
+    return isinstance(chunk, ProgressChunk) or _KINDS[type(chunk)] in request.outputs
+
+
+# ---- one chunk --------------------------------------------------------------------------------------------------
+
+
+def describe(chunk: Chunk) -> dict[str, Any]:
+    """The JSON fields of a chunk, or of a whole output joined to one chunk; without its data."""
+    if isinstance(chunk, TextChunk):
+        more = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
+        return {"type": "text", "text": chunk.text, "token_ids": chunk.token_ids, **more}
+    if isinstance(chunk, AudioChunk):
+        return {"type": "audio", "sample_rate": chunk.sample_rate}
+    if isinstance(chunk, ImageChunk):
+        return {"type": "image", **({"partial": True} if chunk.partial else {})}
+    if isinstance(chunk, TensorChunk):
+        dtype = str(chunk.tensor.dtype).removeprefix("torch.")
+        return {"type": "tensor", "name": chunk.name, "dtype": dtype, "shape": [*chunk.tensor.shape]}
+    return {"type": "progress", "step": chunk.step, "total": chunk.total}
+
+
+def encode_media(chunk: AudioChunk | ImageChunk, *, is_piece: bool = False) -> tuple[str, bytes]:
+    """Format and bytes of a media file; a piece of audio is 16-bit PCM without a header."""
+    if isinstance(chunk, ImageChunk):
+        file = io.BytesIO()
+        Image.fromarray(chunk.pixels).save(file, "PNG")
+        return "png", file.getvalue()
+    if is_piece:
+        return "pcm", audio.encode_pcm(chunk.samples)
+    return "wav", audio.encode_wav(chunk.samples, sample_rate=chunk.sample_rate)
+
+
+def inline(chunk: Chunk, *, is_piece: bool = False) -> dict[str, Any]:
+    """The JSON fields that hold a chunk's data; JSON gives bytes in base64."""
+    if isinstance(chunk, AudioChunk | ImageChunk):
+        kind, data = encode_media(chunk, is_piece=is_piece)
+        return {"data": data, "format": kind}
+    return {"data": tensor_bytes(chunk.tensor)} if isinstance(chunk, TensorChunk) else {}
+
+
+def chunk_event(chunk: Chunk) -> bytes:
+    """A chunk as one NDJSON line: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
+    fields = describe(chunk) | inline(chunk, is_piece=True)
+    if not isinstance(chunk, ProgressChunk):
+        fields["index"] = chunk.index
+    return event(fields.pop("type"), **fields)
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One NDJSON line."""
+    return msgspec.json.encode({"event": kind, **fields}) + b"\n"
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------
+
+
 class Outputs:
-    """Collects the chunks of one request."""
+    """Collects the chunks of one request, joins those of each output, and renders the whole."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._texts: dict[int, list[TextChunk]] = {}
-        self._audio: dict[int, list[AudioChunk]] = {}
-        self._images: list[ImageChunk] = []
-        self._tensors: dict[tuple[str, int], list[Tensor]] = {}
+        self.request = request
+        self._pieces: dict[tuple[str, int, str], list[Output]] = {}  # (kind, index, name) -> in order
 
     def add(self, chunk: Chunk) -> None:
-        if isinstance(chunk, TextChunk):
-            self._texts.setdefault(chunk.index, []).append(chunk)
-        elif isinstance(chunk, AudioChunk):
-            self._audio.setdefault(chunk.index, []).append(chunk)
-        elif isinstance(chunk, ImageChunk) and not chunk.partial:
-            self._images.append(chunk)
-        elif isinstance(chunk, TensorChunk):
-            self._tensors.setdefault((chunk.name, chunk.index), []).append(chunk.tensor)
+        if isinstance(chunk, ProgressChunk) or (isinstance(chunk, ImageChunk) and chunk.partial):
+            return
+        name = chunk.name if isinstance(chunk, TensorChunk) else ""
+        if isinstance(chunk, ImageChunk):
+            name = str(len(self._pieces))  # nothing is joined to an image
+        self._pieces.setdefault((_KINDS[type(chunk)], chunk.index, name), []).append(chunk)
 
-    def audio(self, index: int = 0) -> tuple[np.ndarray, int] | None:
-        """Samples of one output, float32 (n,), and their rate; None if there are none."""
-        chunks = self._audio.get(index)
-        if not chunks:
-            return None
-        return np.concatenate([chunk.samples for chunk in chunks]), chunks[0].sample_rate
-
-    # -- rendering -------------------------------------------------------------------------------------------
+    def joined(self) -> list[Output]:
+        """One chunk for each output: texts, audio, images, tensors; each kind in order of index."""
+        kinds = list(_KINDS.values())
+        return [_join(self._pieces[key]) for key in sorted(self._pieces, key=lambda key: (kinds.index(key[0]), key[1]))]
 
     def as_json(self, result: Result) -> bytes:
         """The result with media and tensors in base64."""
-        outputs = [*self._text_entries(result)]
-        for index in sorted(self._audio):
-            samples, rate = self._samples(index)
-            entry = {
-                "type": "audio",
-                "data": encode_base64(audio.encode_wav(samples, sample_rate=rate)),
-                "format": "wav",
-            }
-            outputs.append(_indexed(entry | {"sample_rate": rate}, index, result))
-        for image in self._images:
-            entry = {"type": "image", "data": encode_base64(encode_png(image.pixels)), "format": "png"}
-            outputs.append(_indexed(entry, image.index, result))
-        outputs += [tensor_fields(name, tensor, data=True) for name, tensor in self._named_tensors().items()]
-        return msgspec.json.encode(summary(self._request, result) | {"outputs": outputs})
+        return self._render(result, place=inline)
 
     def as_safetensors(self, result: Result) -> bytes:
         """One safetensors body: tensors, samples and pixels, with the JSON result under "result" in its metadata."""
-        outputs, tensors, _ = self._as_tensors(result)
-        text = msgspec.json.encode(summary(self._request, result) | {"outputs": outputs}).decode()
-        return safetensors.torch.save(tensors, metadata={"result": text})
+        files = _Files(self.joined())
+        text = self._render(result, place=files.place)
+        return safetensors.torch.save(files.tensors, metadata={"result": text.decode()})
 
     def write(self, folder: Path, result: Result) -> None:
         """Write result.json, tensors.safetensors and media files, with names of our choosing, into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        outputs, tensors, files = self._as_tensors(result)
-        for name, data in files.items():
+        files = _Files(self.joined())
+        text = self._render(result, place=files.place)
+        safetensors.torch.save_file(files.tensors, folder / "tensors.safetensors")
+        for name, data in (files.media | {"result.json": msgspec.json.format(text, indent=2) + b"\n"}).items():
             (folder / name).write_bytes(data)
-        safetensors.torch.save_file(tensors, folder / "tensors.safetensors")
-        text = msgspec.json.encode(summary(self._request, result) | {"outputs": outputs})
-        (folder / "result.json").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
 
-    def _as_tensors(self, result: Result) -> tuple[list[dict[str, Any]], dict[str, Tensor], dict[str, bytes]]:
-        """Output entries that point to tensors and files, and those."""
-        outputs = [*self._text_entries(result)]
-        tensors, files = self._named_tensors(), {}
-        for index in sorted(self._audio):
-            samples, rate = self._samples(index)
-            name, file = _numbered("audio", index), f"{_numbered('audio', index)}.wav"
-            tensors.setdefault(name, torch.from_numpy(samples))
-            files[file] = audio.encode_wav(samples, sample_rate=rate)
-            entry = {"type": "audio", "file": file, "tensor": name, "sample_rate": rate}
-            outputs.append(_indexed(entry, index, result))
-        for number, image in enumerate(self._images):
-            file = f"image-{number}.png"
-            files[file] = encode_png(image.pixels)
-            name = _numbered("pixels", image.index)  # the model's own, before quantisation, if it sends one
-            if name not in tensors:
-                tensors[name := f"image-{number}"] = torch.from_numpy(image.pixels)
-            outputs.append(_indexed({"type": "image", "file": file, "tensor": name}, image.index, result))
-        outputs += [tensor_fields(name, tensor) for name, tensor in self._named_tensors().items()]
-        return outputs, {name: tensor.contiguous() for name, tensor in tensors.items()}, files
-
-    def _samples(self, index: int) -> tuple[np.ndarray, int]:
-        found = self.audio(index)
-        assert found is not None
-        return found
-
-    def _text_entries(self, result: Result) -> list[dict[str, Any]]:
+    def _render(self, result: Result, *, place: Callable[[Output], dict[str, Any]]) -> bytes:
+        """A result as JSON. `place` gives the fields that say where an output's data is."""
         entries = []
-        for index, chunks in sorted(self._texts.items()):
-            entry: dict[str, Any] = {
-                "type": "text",
-                "text": "".join(chunk.text for chunk in chunks),
-                "token_ids": [token for chunk in chunks for token in chunk.token_ids],
-            }
-            if any(chunk.logprobs for chunk in chunks):
-                entry["logprobs"] = [value for chunk in chunks for value in chunk.logprobs]
-            entries.append(_indexed(entry, index, result))
-        return entries
-
-    def _named_tensors(self) -> dict[str, Tensor]:
-        parts = self._tensors.items()
-        return {_numbered(name, i): torch.cat(found) if len(found) > 1 else found[0] for (name, i), found in parts}
+        for chunk in self.joined():
+            entry = describe(chunk) | place(chunk)
+            if len(result.indices) > 1:
+                reason = result.indices.get(chunk.index, result.finish_reason)
+                entry |= {"index": chunk.index, "finish_reason": reason}
+            entries.append(entry)
+        return msgspec.json.encode(summary(self.request, result) | {"outputs": entries})
 
 
-def is_wanted(request: Request, chunk: Chunk) -> bool:
-    """Whether a chunk is of a kind the request asked for."""
-    if isinstance(chunk, TextChunk):
-        return "text" in request.outputs
-    if isinstance(chunk, AudioChunk):
-        return "audio" in request.outputs
-    if isinstance(chunk, ImageChunk):
-        return "image" in request.outputs
-    if isinstance(chunk, TensorChunk):
-        return "tensors" in request.outputs or f"tensor:{chunk.name}" in request.outputs
-    return True
+class _Files:
+    """The tensors and media files of a result."""
+
+    def __init__(self, outputs: list[Output]) -> None:
+        self.tensors = {chunk.name: chunk.tensor.contiguous() for chunk in outputs if isinstance(chunk, TensorChunk)}
+        self.media: dict[str, bytes] = {}  # file name -> content
+
+    def place(self, chunk: Output) -> dict[str, Any]:
+        """Take a chunk in, and say where it is."""
+        if isinstance(chunk, AudioChunk):
+            name = own = _numbered("audio", chunk.index)
+            values = chunk.samples
+        elif isinstance(chunk, ImageChunk):
+            name, own = f"image-{sum(file.endswith('.png') for file in self.media)}", _numbered("pixels", chunk.index)
+            values = chunk.pixels
+        else:
+            return {}
+        tensor = own if own in self.tensors else name  # the model's own, before quantisation, if it sent one
+        self.tensors.setdefault(tensor, torch.from_numpy(values))
+        suffix, data = encode_media(chunk)
+        self.media[f"{name}.{suffix}"] = data
+        return {"file": f"{name}.{suffix}", "tensor": tensor}
 
 
-def tensor_fields(name: str, tensor: Tensor, *, data: bool = False) -> dict[str, Any]:
-    """A tensor's JSON entry, with its elements in base64 or without."""
-    fields = {
-        "type": "tensor",
-        "name": name,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": [*tensor.shape],
-    }
-    return fields | {"data": encode_base64(tensor_bytes(tensor))} if data else fields
-
-
-def encode_png(pixels: np.ndarray) -> bytes:
-    """uint8 (H, W, 3) pixels as a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def _indexed(entry: dict[str, Any], index: int, result: Result) -> dict[str, Any]:
-    if len(result.indices) < 2:
-        return entry
-    return entry | {"index": index, "finish_reason": result.indices.get(index, result.finish_reason)}
+def _join(pieces: list[Any]) -> Output:
+    """The pieces of one output, all of one type, as one chunk."""
+    first: Output = pieces[0]
+    if isinstance(first, TextChunk):
+        ids, logprobs = (tuple(x for p in pieces for x in getattr(p, name)) for name in ("token_ids", "logprobs"))
+        return TextChunk("".join(piece.text for piece in pieces), ids, first.index, logprobs)
+    if isinstance(first, AudioChunk):
+        return AudioChunk(np.concatenate([piece.samples for piece in pieces]), first.sample_rate, first.index)
+    if isinstance(first, TensorChunk):
+        tensor: Tensor = torch.cat([piece.tensor for piece in pieces]) if len(pieces) > 1 else first.tensor
+        return TensorChunk(_numbered(first.name, first.index), tensor, first.index)
+    return first
 
 
 def _numbered(name: str, index: int) -> str:
     return f"{name}-{index}" if index else name
 
 
-def encode_base64(data: bytes) -> str:
-    return binascii.b2a_base64(data, newline=False).decode()
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
+class Form(ABC):
+    """How a route answers: all at once, or in pieces and an end."""
+
+    media_type: str
+
+    def begins(self, chunk: Chunk) -> bool:
+        """Whether a stream may begin with this chunk; what fails before has its own status."""
+        return True
+
+    def headers(self, request: Request, *, first: Chunk | None) -> dict[str, str]:
+        """Further headers. Raises RequestError if there has to be a first chunk and is none."""
+        return {}
+
+    @abstractmethod
+    def piece(self, chunk: Chunk) -> bytes:
+        """One chunk of a stream."""
+
+    def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
+        """The last bytes of a stream that ended with a result or an error."""
+        return b""
+
+    @abstractmethod
+    def whole(self, outputs: Outputs, result: Result) -> tuple[bytes, dict[str, str]]:
+        """The body of an answer that is no stream, and its headers."""
+
+
+class NativeForm(Form):
+    """NDJSON events, one JSON object, or one safetensors body."""
+
+    def __init__(self, media_type: str) -> None:
+        self.media_type = media_type
+
+    def piece(self, chunk: Chunk) -> bytes:
+        return chunk_event(chunk)
+
+    def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
+        if error is not None:
+            return event("error", **error_fields(error))
+        assert result is not None
+        return event("done", **summary(request, result))
+
+    def whole(self, outputs: Outputs, result: Result) -> tuple[bytes, dict[str, str]]:
+        render = outputs.as_safetensors if self.media_type == SAFETENSORS else outputs.as_json
+        return render(result), {}
+
+
+def error_fields(error: RequestError) -> dict[str, Any]:
+    """The body of every response that reports an error, OpenAI's."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

@@ -1,29 +1,23 @@
-"""From a request's emissions to the socket: Processor.decode, the stop filter, chunks as events and audio bytes.
+"""From a request's emissions to chunks: Processor.decode and step, the stop filter, and the result at the end.
 
-`Decoding` runs in a thread pool, one thread at a time for one request; the encoders are pure functions. Knows
-nothing about HTTP or workers.
+`Decoding` runs in a thread pool, one thread at a time for one request. Knows nothing about HTTP or workers.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from mstar.errors import RequestError
-from mstar.media import audio
 from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
-from mstar.server.requests import Entry, internal_error
-from mstar.server.results import Result, encode_base64, encode_png, is_wanted, summary, tensor_fields
-from mstar.types import AudioChunk, Chunk, Emission, Encoded, ImageChunk, Path, Request, TensorChunk, TextChunk
-
-logger = logging.getLogger(__name__)
+from mstar.server.requests import Deliver, Entry, RunStep, Work, attributed
+from mstar.server.results import Result, is_wanted
+from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk
 
 
 class TextStream:
@@ -47,19 +41,15 @@ class TextStream:
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.matched, self._held = True, ""
-            return _with_text(chunk, text[: min(found)])
+            return replace(chunk, text=text[: min(found)])
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
-        return _with_text(chunk, text[: len(text) - held])
+        return replace(chunk, text=text[: len(text) - held])
 
     def flush(self) -> str:
         """What was held back, when nothing more can come."""
         text, self._held = self._held, ""
         return text
-
-
-def _with_text(chunk: TextChunk, text: str) -> TextChunk:
-    return TextChunk(text, chunk.token_ids, chunk.index, chunk.logprobs)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -69,10 +59,11 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(slots=True)
 class Decoded:
-    """What came of a request's emissions: chunks, items to stop, and at the end a result or an error."""
+    """What came of a request's work: chunks, items to stop, what steps gave, and at the end a result or an error."""
 
     chunks: list[Chunk] = field(default_factory=list)
     stops: list[Path] = field(default_factory=list)
+    steps: dict[str, dict[str, Any]] = field(default_factory=dict)  # lane -> outputs
     result: Result | None = None
     error: RequestError | None = None
 
@@ -93,47 +84,46 @@ class Decoding:
         self._sent: set[str] = set()  # names of tensors that were emitted
         self._indices: dict[Path, int] = {}  # item -> the output it gives
 
-    def run(self, emissions: Iterable[Emission], *, end: Entry | None) -> Decoded:
-        """Decode emissions, in order; `end`: nothing follows. What the model's Processor raises is in the result."""
+    def run(self, work: Iterable[Work]) -> Decoded:
+        """Do what is next, in order. What the model's Processor raises is in the result, after what came before it."""
         decoded = Decoded()
-        try:
-            for emission in emissions:
-                for chunk in self._processor.decode(self._state, emission):
-                    self._take(chunk, path=emission.path, decoded=decoded)
-                if emission.final and emission.path in self._indices:
-                    self._flush(self._indices[emission.path], decoded)
-            if end is not None:
-                for index in self._texts:
-                    self._flush(index, decoded)
-                self._take_stored(end, decoded)
-                decoded.result = self._result(end)
-        except RequestError as error:
-            decoded.error = error
-        except Exception as error:
-            logger.exception("request %s: the model's processor failed", self._request.id)
-            decoded.error = internal_error(error)
+        doing = f"request {self._request.id}: the model's processor"
+        with attributed(doing, fail=lambda error: setattr(decoded, "error", error)):
+            for item in work:
+                if isinstance(item, Deliver):
+                    self._decode(item.emission, decoded)
+                elif isinstance(item, RunStep):
+                    decoded.steps[item.lane] = self._processor.step(item.step, self._request, item.outputs)
+                else:
+                    self._finish(item.entry, decoded)
         return decoded
 
-    def step(self, name: str, outputs: dict[str, Any]) -> dict[str, Any] | RequestError:
-        """Run a step between walks."""
-        try:
-            return self._processor.step(name, self._request, outputs)
-        except RequestError as error:
-            return error
-        except Exception as error:
-            logger.exception("request %s: step %r of the model's processor failed", self._request.id, name)
-            return internal_error(error)
+    def _decode(self, emission: Emission, decoded: Decoded) -> None:
+        for chunk in self._processor.decode(self._state, emission):
+            self._take(chunk, path=emission.path, decoded=decoded)
+        if emission.final and emission.path in self._indices:
+            self._flush(self._indices[emission.path], decoded)
+
+    def _finish(self, end: Entry, decoded: Decoded) -> None:
+        for index in self._texts:
+            self._flush(index, decoded)
+        # Walk outputs that no walk consumed and that the task names are tensors of the result.
+        for name in (name for name in self._tensors_out if name not in self._sent):
+            value = end.stored.get(name)
+            if isinstance(value, list) and value and all(isinstance(item, Tensor) for item in value):
+                value = torch.stack(value)
+            if isinstance(value, Tensor):
+                self._take(TensorChunk(name, value), path=(), decoded=decoded)
+        decoded.result = self._result(end)
 
     def _take(self, chunk: Chunk, *, path: Path, decoded: Decoded) -> None:
         index = getattr(chunk, "index", 0)
         self._indices.setdefault(path, index)
         if isinstance(chunk, TextChunk) and self._stops:
             text = self._texts.setdefault(index, TextStream(self._stops))
-            was_matched = text.matched
-            kept = text.feed(chunk)
-            if kept is None:
+            if (kept := text.feed(chunk)) is None:
                 return
-            if text.matched and not was_matched:
+            if text.matched:  # by this very chunk: all later ones give None
                 decoded.stops.append(path)
             chunk = kept
         if isinstance(chunk, TensorChunk):
@@ -146,15 +136,6 @@ class Decoding:
         if text and is_wanted(self._request, chunk := TextChunk(text, index=index)):
             decoded.chunks.append(chunk)
 
-    def _take_stored(self, end: Entry, decoded: Decoded) -> None:
-        """Walk outputs that no walk consumed and that the task names are tensors of the result."""
-        for name in (name for name in self._tensors_out if name not in self._sent):
-            value = end.stored.get(name)
-            if isinstance(value, list) and value and all(isinstance(item, Tensor) for item in value):
-                value = torch.stack(value)
-            if isinstance(value, Tensor):
-                self._take(TensorChunk(name, value), path=(), decoded=decoded)
-
     def _result(self, end: Entry) -> Result:
         indices = self._finish_reasons(end)
         counts = dict(end.counts)
@@ -163,6 +144,7 @@ class Decoding:
         usage |= self._encoded.usage | tokens
         dropped = sum(text.num_dropped for text in self._texts.values())
         usage["completion_tokens"] = max(usage["completion_tokens"] - dropped, 0)
+        assert end.opened is not None
         fields: dict[str, Any] = {
             "finish_reason": _merged(indices.values()),
             "indices": indices,
@@ -171,6 +153,7 @@ class Decoding:
             "counters": dict(end.counters),
             "prompt_token_ids": self._encoded.prompt_token_ids,
             "seed": self._request.seed,
+            "timings": {"queued_s": round(end.opened - end.submitted, 6)},
         }
         self._processor.finish(self._state, fields)
         extra = {name: fields.pop(name) for name in list(fields) if name not in Result.__struct_fields__}
@@ -191,34 +174,3 @@ def _merged(reasons: Iterable[str]) -> str:
     """One finish reason for several loops: that one was cut short is what a client must know."""
     found = list(reasons)
     return "length" if "length" in found else next((r for r in found if r not in ("stop", "end")), "stop")
-
-
-# ---- chunks to bytes --------------------------------------------------------------------------------------------
-
-
-def event(kind: str, **fields: Any) -> bytes:
-    """One NDJSON line."""
-    return msgspec.json.encode({"event": kind, **fields}) + b"\n"
-
-
-def chunk_event(chunk: Chunk) -> bytes:
-    """A chunk as one NDJSON line: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
-    if isinstance(chunk, TextChunk):
-        more = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
-        return event("text", text=chunk.text, token_ids=chunk.token_ids, index=chunk.index, **more)
-    if isinstance(chunk, AudioChunk):
-        data = encode_base64(audio.encode_pcm(chunk.samples))
-        return event("audio", data=data, format="pcm", sample_rate=chunk.sample_rate, index=chunk.index)
-    if isinstance(chunk, ImageChunk):
-        data = encode_base64(encode_png(chunk.pixels))
-        return event("image", data=data, format="png", index=chunk.index, partial=chunk.partial)
-    if isinstance(chunk, TensorChunk):
-        fields = tensor_fields(chunk.name, chunk.tensor, data=True)
-        del fields["type"]
-        return event("tensor", index=chunk.index, **fields)
-    return event("progress", step=chunk.step, total=chunk.total)
-
-
-def done_event(request: Request, result: Result) -> bytes:
-    """The last line of a stream that ended well."""
-    return event("done", **summary(request, result))

@@ -45,6 +45,7 @@ def finish(step: Step, modules: Modules) -> Finished:
     module, method = modules[step.batch.key[0]], works[0].op.method
     _learn(step, module)
     ending: list[tuple[int, Work]] = []
+    is_ragged = any(port.layout == "tokens" for port in method.outputs)
     for i, work in enumerate(works):
         work.scope.tenant.in_flight -= 1
         work.undo = None
@@ -53,14 +54,17 @@ def finish(step: Step, modules: Modules) -> Finished:
         if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:
             result.done.append((work, {}))  # its item has ended meanwhile
             continue
-        if not work.is_rebuild:
+        if is_ragged and not work.is_rebuild:
             _keep_token_outputs(step, method, i, work)
         if work.is_rebuild or not work.is_last:
             _advance_chunk(work, result)
         else:
             ending.append((i, work))
     batched = {n: Batched(v) for n, v in step.outputs.items() if isinstance(v, Tensor)}
-    given = _call_hook(step, module, method, ending, result) if method.name in module.finish and ending else {}
+    given: dict[int, dict[str, Any]] = {}
+    if method.name in module.finish and ending:
+        with module.timed(method.name):
+            given = _call_hook(step, module, method, ending, result)
     for i, work in ending:
         if i not in given and method.name in module.finish:
             continue  # its hook raised

@@ -6,9 +6,11 @@ Owned by the worker's thread. Does not know walks or scheduling.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +37,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(slots=True, eq=False)
 class Module:
-    """One module: `prepare` and `finish` hold its hooks by method name."""
+    """One module.
+
+    Args:
+        prepare, finish: its hooks, by method name.
+        method_s: method -> [calls, rows, seconds in the method and its hooks].
+    """
 
     name: str
     node: Node
@@ -44,6 +51,19 @@ class Module:
     methods: Mapping[str, Callable[..., dict[str, Any]]]
     prepare: Mapping[str, Callable[..., Any]]
     finish: Mapping[str, Callable[..., Any]]
+    method_s: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, method: str, *, calls: int = 0, rows: int = 0) -> Iterator[None]:
+        """Account the time of a block to a method."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            entry = self.method_s.setdefault(method, [0, 0, 0.0])
+            entry[0] += calls
+            entry[1] += rows
+            entry[2] += time.perf_counter() - started
 
     @property
     def weights_bytes(self) -> int:

@@ -434,6 +434,7 @@ class Router:
         if work.error is not None:
             raise work.error
         cursor.work = None
+        cursor.spare = work if cursor.ahead is None else None
         request.counters[op.target] = request.counters.get(op.target, 0) + 1
         for name, amount in work.counts.items():
             request.counts[name] = request.counts.get(name, 0) + amount

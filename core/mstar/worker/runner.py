@@ -7,7 +7,6 @@ by task to find whose fault it was.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -35,11 +34,7 @@ _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Runner:
-    """Executes batches on this worker's modules.
-
-    Attributes:
-        method_s: "module.method" -> [calls, rows, seconds inside the method].
-    """
+    """Executes batches on this worker's modules."""
 
     def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
         self.modules = modules
@@ -51,7 +46,6 @@ class Runner:
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
-        self.method_s: dict[str, list[float]] = {}
 
     def run(self, batch: Batch) -> Finished:
         """Run a batch to the end, isolating failures."""
@@ -83,15 +77,13 @@ class Runner:
         context = self._context(module, method, works, plan, layout, draws)
         inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
         saved = module.slots.save(context.rows) if module.slots.tensors else None
-        started = time.perf_counter()
         try:
-            outputs = module.methods[method_name](context, **inputs)
+            with module.timed(method_name, calls=1, rows=len(works)):
+                outputs = module.methods[method_name](context, **inputs)
             self._check(module, method, outputs, layout)
         except Exception:
             self._undo(module, draws, saved, context.rows)
             raise
-        finally:
-            self._record(batch, time.perf_counter() - started)
         self._commit(module, method, works, plan)
         ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
         row_ids = inputs[ids_port][: len(works)] if ids_port is not None else None
@@ -107,7 +99,8 @@ class Runner:
             return _EMPTY_PLAN
         for work in works:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
-        return hook(works) or _EMPTY_PLAN
+        with module.timed(method):
+            return hook(works) or _EMPTY_PLAN
 
     def _context(
         self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, draws: Draws
@@ -220,7 +213,8 @@ class Runner:
                 if index == list(range(len(index))):
                     return source if len(index) == source.shape[0] else source[: len(index)]
                 return source.index_select(0, torch.tensor(index, device=source.device))
-        return torch.stack([v.tensor if type(v) is Row else torch.as_tensor(v, device=self.device) for v in values])
+        tensors = [plain(v) for v in values]
+        return torch.stack([v if isinstance(v, Tensor) else torch.as_tensor(v, device=self.device) for v in tensors])
 
     def _collate_tokens(
         self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout, context: Context
@@ -307,12 +301,6 @@ class Runner:
         if saved is not None:
             rows = torch.tensor([work.row], device=self.device)
             module.slots.restore(rows, {name: kept[at] for name, kept in saved.items()})
-
-    def _record(self, batch: Batch, seconds: float) -> None:
-        entry = self.method_s.setdefault(".".join(batch.key), [0, 0, 0.0])
-        entry[0] += 1
-        entry[1] += len(batch.works)
-        entry[2] += seconds
 
 
 class _BatchLayout:

@@ -61,8 +61,27 @@ class Scheduler:
 
     def make_work(self, cursor: Cursor, op: Run, *, inputs: dict[str, Any], chunks: dict[str, StreamChunk]) -> Work:
         """The cursor's next work."""
-        request, scope, method = cursor.lane.request, cursor.scope, op.method
-        work = Work(
+        work, kv = cursor.spare, op.method.kv
+        if work is not None and work.op is op:
+            cursor.spare = None
+            work.renew(inputs, chunks, iteration=cursor.current_iteration)
+            if kv is not None and cursor.scope.sequences.get((op.key[0], kv.label)) is not work.sequence:
+                work.sequence = None  # a Fork or Drop has put another in its place
+        else:
+            work = self._new_work(cursor, op, inputs, chunks)
+        if kv is not None and kv.spans is not None and inputs.get(kv.spans) is not None:
+            work.spans = plain(inputs[kv.spans]).tolist()
+        if op.has_tokens:
+            work.total = _num_tokens(work)
+        if op.free_ports:
+            values = [plain(inputs[port]) for port in op.free_ports]
+            work.shape_key = [tuple(value.shape) for value in values if value is not None]
+        return work
+
+    @staticmethod
+    def _new_work(cursor: Cursor, op: Run, inputs: dict[str, Any], chunks: dict[str, StreamChunk]) -> Work:
+        request, scope, kv = cursor.lane.request, cursor.scope, op.method.kv
+        return Work(
             request_id=request.info.request_id,
             path=scope.path,
             inputs=inputs,
@@ -76,19 +95,9 @@ class Scheduler:
             op=op,
             key=op.key,
             scope=scope,
+            label=kv.label if kv is not None else "",
+            total=kv.tokens if kv is not None else 0,
         )
-        kv = method.kv
-        if kv is not None:
-            work.label = kv.label
-            work.total = kv.tokens
-            if kv.spans is not None and inputs.get(kv.spans) is not None:
-                work.spans = plain(inputs[kv.spans]).tolist()
-        if op.has_tokens:
-            work.total = _num_tokens(work)
-        if op.free_ports:
-            values = [plain(inputs[port]) for port in op.free_ports]
-            work.shape_key = [tuple(value.shape) for value in values if value is not None]
-        return work
 
     def add(self, work: Work) -> None:
         queue = self._queues.setdefault(work.key, [])

@@ -158,6 +158,7 @@ class Cursor:
         pending: children that have not joined yet; `results` holds their values to collect.
         chunks: what it has taken from streams while it waits for others.
         ahead: the next work, queued or launched before the current one has finished.
+        spare: its last work, made new for the next turn at the same op.
         waiting: what it will start when an ordered Each goes on.
     """
 
@@ -178,6 +179,7 @@ class Cursor:
     reason: str | None = None
     work: Work | None = None
     ahead: Work | None = None
+    spare: Work | None = None
     is_done: bool = False
 
     @property
@@ -266,3 +268,13 @@ class Work(Task):
     undo: Callable[[], None] | None = None
     is_rebuild: bool = False
     is_cancelled: bool = False
+
+    def renew(self, inputs: dict[str, Any], chunks: dict[str, StreamChunk], *, iteration: int) -> None:
+        """Become the same cursor's next work at the same op."""
+        self.inputs, self.chunks, self.iteration = inputs, chunks, iteration
+        self.is_first = self.is_last = True
+        self.token_start = 0
+        self.stop_reason = self.error = self.ids = self.spans = self.shape_key = None
+        self.is_cancelled = False
+        if self.counts:
+            self.counts = {}

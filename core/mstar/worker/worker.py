@@ -181,7 +181,11 @@ class Worker:
             swapped=sum(tenant.is_swapped for tenant in self.router.holdings.tenants()),
             swaps=self.scheduler.num_swaps,
             cache_hit_tokens=sum(pool.hit_tokens for pool in pools.values()),
-            method_s={name: (int(c), int(r), s) for name, (c, r, s) in self.runner.method_s.items()},
+            method_s={
+                f"{module.name}.{method}": (int(calls), int(rows), seconds)
+                for module in self.modules.by_name.values()
+                for method, (calls, rows, seconds) in module.method_s.items()
+            },
         )
 
     def check_integrity(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class HostPlan:
     page_table: IntArray
     visible_end: IntArray
     query_lens: IntArray
-    row_of: NDArray[np.intp]
+    row_of: NDArray[np.integer[Any]]
     positions: IntArray
 
     @property
@@ -120,9 +121,12 @@ def build_plan(
     assert page_table.shape[1] * page_size >= stored, f"{page_table.shape[1]} pages cannot hold {stored} tokens"
     pages = page_table[:, : max(-(-stored // page_size), 1)].astype(np.int32)
     contexts = context_lens.astype(np.int32)
-    starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=starts[1:])
-    row_of, positions = _places(starts, contexts)
+    if (query_lens == 1).all():
+        starts, row_of, positions = _count(len(query_lens) + 1), _count(len(query_lens)), contexts
+    else:
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        row_of, positions = _places(starts, contexts)
     visible_end = positions + 1
     if full is not None:
         np.copyto(visible_end, (contexts + query_lens)[row_of], where=full[row_of])
@@ -153,9 +157,14 @@ def plan_from_tensors(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], **fla
     return AttentionPlan(*rows, **flags, host=host)
 
 
-def _places(starts: IntArray, contexts: IntArray) -> tuple[NDArray[np.intp], IntArray]:
+@cache
+def _count(number: int) -> IntArray:
+    return np.arange(number, dtype=np.int32)
+
+
+def _places(starts: IntArray, contexts: IntArray) -> tuple[IntArray, IntArray]:
     """Of each new token: its row, and its position there."""
-    row_of = np.repeat(np.arange(len(contexts)), np.diff(starts))
+    row_of = np.repeat(_count(len(contexts)), np.diff(starts))
     return row_of, np.add((contexts - starts[:-1])[row_of], np.arange(len(row_of)), dtype=np.int32)
 
 

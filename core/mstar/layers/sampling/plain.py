@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mstar.layers.sampling.noise import uniform64
 from mstar.layers.sampling.state import SamplingState
 
 
 def sample_plain(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
-    """`sample` without recording, whole batch at once, by sorting: the readable twin of the kernel for CPUs."""
+    """`sample` without recording."""
     scores = process_logits(logits, state, rows)
     greedy = argmax(scores)
     if not state.uses("random"):
@@ -35,17 +36,24 @@ def process_logits(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor
     scores = scores / torch.where(temperature > 0, temperature, 1.0)
     if not state.uses("filter"):
         return scores
+    top_k, tail, min_p = state.top_k[rows, None], state.tail[rows, None], state.min_p[rows, None]
+    return keep_likely(scores, top_k=top_k, tail=tail, min_p=min_p)
+
+
+def keep_likely(scores: Tensor, *, top_k: Tensor, tail: Tensor, min_p: Tensor) -> Tensor:
+    """Scores (B, V) float32 with -inf for what top-k, top-p and min-p, each (B, 1), leave out.
+
+    Of equal scores at the border of top-p the highest ids stay.
+    """
     ascending, order = torch.sort(scores, dim=-1, stable=True)
-    top_k = state.top_k[rows, None]
     width = scores.shape[-1]
     kth = ascending.gather(-1, torch.where(top_k > 0, width - top_k, 0).clamp_min(0))
     ascending = ascending.masked_fill(ascending < kth, -torch.inf)
-    removed = ascending.softmax(-1).cumsum(-1) <= state.tail[rows, None]
+    removed = ascending.softmax(-1).cumsum(-1) <= tail
     removed[:, -1] = False
     scores = scores.masked_fill(removed.scatter(-1, order, removed) | (scores < kth), -torch.inf)
     probabilities = scores.softmax(-1)
-    floor = state.min_p[rows, None] * probabilities.amax(-1, keepdim=True)
-    return scores.masked_fill(probabilities < floor, -torch.inf)
+    return scores.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
 
 
 def _penalise(scores: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
@@ -80,38 +88,28 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
 BLOCK = 64
 
 
+def in_blocks(scores: Tensor) -> Tensor:
+    """(..., V) -> (..., blocks, BLOCK), the last one filled up with -inf."""
+    return functional.pad(scores, (0, -scores.shape[-1] % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
+
+
 def argmax(scores: Tensor) -> Tensor:
     """(B, V) -> (B,) int64, the lowest index among equals.
 
     By blocks on the CPU, where `torch.argmax` reads one number at a time.
     """
-    rows, width = scores.shape
-    whole = width // BLOCK * BLOCK
-    if scores.device.type != "cpu" or whole < 2 * BLOCK:
+    if scores.device.type != "cpu":
         return scores.argmax(-1)
-    blocks = scores[:, :whole].unflatten(-1, (-1, BLOCK))
-    block = blocks.amax(-1).argmax(-1)
-    inside = blocks[torch.arange(rows), block]
-    best = block * BLOCK + inside.argmax(-1)
-    if whole == width:
-        return best
-    rest, index = scores[:, whole:].max(-1)
-    return torch.where(rest > inside.amax(-1), index + whole, best)
+    blocks = in_blocks(scores)
+    best = blocks.amax(-1).argmax(-1)
+    return best * BLOCK + blocks[torch.arange(len(best)), best].argmax(-1)
 
 
 def inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     """The first index whose cumulative weight exceeds draw * total. (B, V) float32, (B,) float64 -> (B,) int64."""
-    width = weights.shape[-1]
-    blocks = torch.nn.functional.pad(weights, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
-    sums = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = draws[:, None] * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp_max(sums.shape[-1] - 1)
-    before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_min(0)), 0.0)
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
-    within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), target - before, right=True)
-    # Rounding may carry the target past the last weight above zero: take that one.
-    last = (inside > 0).long().mul(torch.arange(BLOCK, device=weights.device)).amax(-1, keepdim=True)
-    return (block * BLOCK + torch.minimum(within, last))[:, 0]
-
-
-# ---- the same, row by row on the CPU, without sorting the vocabulary -------------------------------------
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    found = torch.searchsorted(cumulative, draws[:, None] * total, right=True)
+    # Rounding may carry the target to the total: take the last weight above zero. (Of NaN, any.)
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(found, last)[:, 0].clamp_max(weights.shape[-1] - 1)

@@ -15,7 +15,6 @@ from mstar.types import SamplingParams
 _COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # per-row tensors and what an empty row holds: greedy
     "temperature": (torch.float32, 0),
     "top_k": (torch.int64, 0),
-    "top_p": (torch.float32, 1),
     "tail": (torch.float32, -1),
     "min_p": (torch.float32, 0),
     "repetition": (torch.float32, 1),
@@ -23,21 +22,15 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # per-row tensors and what a
     "frequency": (torch.float32, 0),
     "key": (torch.int64, 0),
     "step": (torch.int64, 0),
-}
-_WIDE_COLUMNS: dict[str, tuple[torch.dtype, float]] = {
     "bias_index": (torch.int64, -1),
     "bias_value": (torch.float32, 0),
 }
 _VOCAB_COLUMNS = {"counts": torch.int32, "prompt_mask": torch.bool}
 
 
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-
 _FEATURES: dict[str, Callable[[SamplingParams], bool]] = {
     "random": lambda params: params.temperature > 0,
-    "filter": _is_filtered,
+    "filter": lambda params: params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
     "bias": lambda params: bool(params.logit_bias),
     "repetition": lambda params: params.repetition_penalty != 1,
     "additive": lambda params: params.presence_penalty != 0 or params.frequency_penalty != 0,
@@ -59,21 +52,19 @@ class SamplingState:
     Args:
         temperature: (R,) float32; 0 is greedy, and switches top-k, top-p and min-p off.
         top_k: (R,) int64; 0 is off.
-        top_p, tail: (R,) float32; `tail` is 1 - top_p rounded once, the mass that may go; -1 is off.
+        tail: (R,) float32, 1 - top_p rounded once: the mass that may go; -1 is off.
         min_p, repetition, presence, frequency: (R,) float32.
         key, step: (R,) int64: what the next draw is a function of.
         bias_index, bias_value: (R, max_bias) int64 (-1: unused) and float32.
         counts: (R, V) int32, how often each token was generated; None until a row has a penalty, and kept right
             for rows that have one only.
         prompt_mask: (R, V) bool, tokens of the prompt; None until a row has a repetition penalty.
-        full: take every feature as in use whatever the rows hold, so that a captured step serves any of them.
     """
 
     vocab_size: int
     device: torch.device
     temperature: Tensor
     top_k: Tensor
-    top_p: Tensor
     tail: Tensor
     min_p: Tensor
     repetition: Tensor
@@ -85,25 +76,18 @@ class SamplingState:
     bias_value: Tensor
     counts: Tensor | None = None
     prompt_mask: Tensor | None = None
-    full: bool = False
     _params: dict[int, SamplingParams] = field(default_factory=dict)
     _users: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in _FEATURES})
 
     @classmethod
-    def allocate(
-        cls, rows: int, vocab_size: int, device: torch.device | str, max_bias: int = 300, full: bool = False
-    ) -> SamplingState:
+    def allocate(cls, rows: int, vocab_size: int, device: torch.device | str, max_bias: int = 300) -> SamplingState:
         """A state of `rows` empty rows."""
         target = torch.device(device)
-        tensors: dict[str, Any] = {
-            name: torch.full((rows,), fill, dtype=dtype, device=target) for name, (dtype, fill) in _COLUMNS.items()
+        shapes = {name: (rows, max_bias) if name.startswith("bias") else (rows,) for name in _COLUMNS}
+        tensors = {
+            name: torch.full(shapes[name], fill, dtype=dtype, device=target) for name, (dtype, fill) in _COLUMNS.items()
         }
-        for name, (dtype, fill) in _WIDE_COLUMNS.items():
-            tensors[name] = torch.full((rows, max_bias), fill, dtype=dtype, device=target)
-        state = cls(vocab_size=vocab_size, device=target, full=full, **tensors)
-        if full:
-            state._need_vocab("counts", "prompt_mask")
-        return state
+        return cls(vocab_size=vocab_size, device=target, **tensors)
 
     @property
     def rows(self) -> int:
@@ -111,7 +95,7 @@ class SamplingState:
 
     def uses(self, feature: str) -> bool:
         """Whether any row uses a feature: "random", "filter", "bias", "repetition" or "additive"."""
-        return self.full or bool(self._users[feature])
+        return bool(self._users[feature])
 
     def set_row(self, row: int, params: SamplingParams, key: int, prompt_ids: Sequence[int] = ()) -> None:
         """Begin a request at `row`. Raises RequestError for a logit bias outside the vocabulary."""
@@ -151,7 +135,7 @@ class SamplingState:
         self._params.pop(row, None)
         for users in self._users.values():
             users.discard(row)
-        for name, (_, fill) in (_COLUMNS | _WIDE_COLUMNS).items():
+        for name, (_, fill) in _COLUMNS.items():
             getattr(self, name)[row] = fill
 
     def copy_row(self, source: int, target: int) -> None:
@@ -176,7 +160,7 @@ class SamplingState:
         extra = rows - self.rows
         if extra <= 0:
             return
-        for name, (dtype, fill) in (_COLUMNS | _WIDE_COLUMNS).items():
+        for name, (dtype, fill) in _COLUMNS.items():
             old = getattr(self, name)
             new = torch.full((extra, *old.shape[1:]), fill, dtype=dtype, device=self.device)
             setattr(self, name, torch.cat((old, new)))
@@ -218,7 +202,7 @@ class SamplingState:
                 setattr(self, name, torch.zeros(shape, dtype=_VOCAB_COLUMNS[name], device=self.device))
 
     def _take(self, row: int) -> RowSnapshot:
-        names = [*_COLUMNS, *_WIDE_COLUMNS]
+        names = list(_COLUMNS)
         if row in self._users["repetition"] or row in self._users["additive"]:
             names += [name for name in _VOCAB_COLUMNS if getattr(self, name) is not None]
         return RowSnapshot(self._params.get(row), {name: getattr(self, name)[row].clone() for name in names})

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mstar.ipc.messages import Abort, Begin, Close, DropSession, Emit, Failed, StopAt, WalkDone
+
+
+def finish(worker: Any) -> None:
+    while worker.step() is not None:
+        pass
+
+
+def test_a_walk_runs_to_its_end_and_says_so(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("branches", "ab")
+    finish(worker)
+    (done,) = worker.messages(WalkDone)
+    assert (done.request_id, done.lane, done.walk) == (name, "main", "branches")
+    assert set(done.outputs) == {"x", "trace"} and len(done.outputs["trace"]) == 4
+    assert done.counters["mix.combine"] == 4
+    worker.router.handle(Close(request_id=name))
+    assert not worker.router.requests and not list(worker.router.holdings.scopes())
+
+
+def test_every_item_ends_with_one_final_emission_in_order(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    worker.open("generate", "three", n=3, max_tokens=2)
+    finish(worker)
+    seen = [(emit.path, emit.final) for emit in worker.messages(Emit)]
+    assert seen == [((item,), final) for item in range(3) for final in (False, False, True)]
+    (done,) = worker.messages(WalkDone)
+    assert done.reasons == {"0": "length", "1": "length", "2": "length"}
+
+
+def test_a_predicate_that_raises_fails_its_request_alone(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    wrong = worker.open("trouble", "wrong", kind="predicate", at=1)
+    good = worker.open("trouble", "good")
+    finish(worker)
+    assert [failed.request_id for failed in worker.messages(Failed)] == [wrong]
+    assert [done.request_id for done in worker.messages(WalkDone)] == [good]
+    assert wrong not in worker.router.requests
+
+
+def test_a_walk_without_its_inputs_fails_its_request(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("generate", "first")
+    worker.router.handle(Begin(request_id=name, walks={"main": "branches"}, inputs={}))
+    (failed,) = worker.messages(Failed)
+    assert failed.request_id == name and "needs the value 'x'" in failed.message
+    assert not worker.scheduler.has_work
+
+
+def test_a_lane_that_nothing_feeds_fails_its_request(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("generate", "first")
+    worker.router.handle(Begin(request_id=name, walks={"voice": "speak"}, inputs={}))
+    (failed,) = worker.messages(Failed)
+    assert "reads frames" in failed.message
+
+
+def test_an_aborted_request_says_nothing_and_holds_nothing(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("generate", "gone", n=3)
+    worker.step()
+    worker.step()
+    worker.router.output.messages.clear()
+    worker.router.handle(Abort(request_id=name))
+    assert not worker.scheduler.has_work and not worker.router.output.messages
+    assert worker.modules["lm"].pool.num_used == 0 and worker.modules["lm"].slots.num_used == 0
+
+
+def test_messages_about_requests_that_have_ended_are_ignored(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    for message in (
+        Abort(request_id="nobody"),
+        Close(request_id="nobody"),
+        StopAt(request_id="nobody", path=()),
+        Begin(request_id="nobody", walks={"main": "generate"}, inputs={}),
+        DropSession(session="nothing"),
+    ):
+        worker.router.handle(message)
+    assert not worker.router.output.messages
+
+
+def test_stop_at_ends_the_loop_of_one_item(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("generate", "two", n=2, max_tokens=5)
+    worker.step()
+    worker.step()
+    worker.router.handle(StopAt(request_id=name, path=(1,)))
+    finish(worker)
+    (done,) = worker.messages(WalkDone)
+    assert done.reasons == {"0": "length", "1": "stop"}
+    assert done.counters["lm.decode"] == 5 + 1
+    assert [emit.path for emit in worker.messages(Emit) if emit.final] == [(0,), (1,)]
+
+
+def test_a_stop_that_comes_while_the_item_runs_ends_its_loop_afterwards(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    name = worker.open("generate", "one", max_tokens=5)
+    worker.step()
+    batch = worker.scheduler.next_batch()
+    worker.router.handle(StopAt(request_id=name, path=(0,)))
+    for work, values in worker.runner.run(batch).done:
+        worker.router.complete(work, values)
+    (done,) = worker.messages(WalkDone)
+    assert done.reasons == {"0": "stop"} and done.counters["lm.decode"] == 1
+
+
+def test_children_of_an_ordered_each_start_one_after_the_other(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    worker.open("fanout", "a|b|c", "d", ordered=True, reply_tokens=[1])
+    most = 0
+    while worker.step() is not None:
+        most = max(most, sum(1 for _ in worker.scheduler.works()))
+    assert most == 1
+    (done,) = worker.messages(WalkDone)
+    assert done.counters["lm.decode"] == 4
