@@ -29,21 +29,19 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+    number = _number(value, expected="expected a whole number")
+    if not number.is_integer():
         raise ValueError("expected a whole number")
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ValueError("expected a whole number") from None
+    return int(value)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, *, expected: str = "expected a number") -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise ValueError("expected a number")
+    if not math.isfinite(number):
+        raise ValueError(expected)
     return number
 
 
@@ -77,17 +75,10 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _parts(value: Any) -> dict[str, Path]:
     """Part name -> path, from a mapping or a list of "part=PATH"."""
-    if isinstance(value, Mapping):
-        pairs: Iterable[tuple[Any, Any]] = value.items()
-    else:
-        pairs = [str(item).partition("=")[::2] for item in (value if isinstance(value, list | tuple) else [value])]
-    parts: dict[str, Path] = {}
-    for name, path in pairs:
-        if not name or not path:
-            raise ValueError("expected part=PATH")
-        if name in parts:
-            raise ValueError(f"part {name!r} is given twice")
-        parts[str(name)] = Path(str(path)).expanduser()
+    pairs = value.items() if isinstance(value, Mapping) else [item.partition("=")[::2] for item in _names(value)]
+    parts = {str(name): Path(str(path)).expanduser() for name, path in pairs if name and path}
+    if len(parts) < len(pairs):
+        raise ValueError("expected part=PATH, each part once")
     return parts
 
 
@@ -96,17 +87,17 @@ class Flag:
     """How a field is spelt, explained, read and limited.
 
     Args:
-        name: the flag, with dashes; without them it is the key in configuration files.
-        help: what it does, with units; the default is appended by whoever prints it.
         parse: value from text or YAML; raises ValueError.
+        help: what it does, with units; the default is appended by whoever prints it.
+        name: the flag, with dashes; without them it is the key in configuration files. Usually that of the field.
         choices, minimum, maximum: what validation accepts.
         unit: multiplies a field's value up from the flag's unit (for messages), such as GiB for --swap-space.
         default_text: the default in words, where the value says too little.
     """
 
-    name: str
-    help: str
     parse: Callable[[Any], Any]
+    help: str
+    name: str = ""
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
@@ -121,16 +112,29 @@ class Flag:
     def is_switch(self) -> bool:
         return self.parse is _boolean
 
+    @property
+    def is_repeatable(self) -> bool:
+        return self.parse in (_names, _parts)
+
     def shown(self, value: Any) -> str:
         """A field's value as an operator would write it."""
+        if self.is_switch:
+            return "on" if value else "off"
         return str(value) if self.unit == 1 else f"{value / self.unit:g}"
 
 
-def _setting(name: str, parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
-    metadata = {"flag": Flag(name=name, help=help, parse=parse, **limits)}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
+    metadata = {"flag": Flag(parse, help, **limits)}
+    return (
+        field(default_factory=default, metadata=metadata)
+        if callable(default)
+        else field(default=default, metadata=metadata)
+    )
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_KV_CACHE_DEFAULT = "on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,74 +142,62 @@ class EngineConfig:
     """What the engine needs to run one model. Raises ConfigError for values that cannot work."""
 
     plugin: str = _setting(
-        "--plugin", _text, MISSING, "name of the installed plugin that serves the model",
-        default_text="the only one installed",
-    )  # fmt: skip
-    model: str = _setting("--model", _text, "tiny", "checkpoint: a folder, a hub id, or 'tiny' (random weights)")
+        _text, MISSING, "name of the installed plugin that serves the model", default_text="the only one installed"
+    )
+    model: str = _setting(_text, "tiny", "checkpoint: a folder, a hub id, or 'tiny' (random weights)")
     parts: Mapping[str, Path] = _setting(
-        "--set", _parts, dict, "where a further part of the model lies, as part=PATH; repeatable"
+        _parts,
+        dict,
+        "where a further part of the model lies, as part=PATH; repeatable",
+        name="--set",
+        default_text="none",
     )
     served_model_name: tuple[str, ...] = _setting(
-        "--served-model-name", _names, (), "name of the model in the API; repeatable, the first is the main one",
-        default_text="the value of --model",
-    )  # fmt: skip
+        _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
+    )
     dtype: str = _setting(
-        "--dtype", _text, "auto", "type of weights and activations; auto: the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
-    device: str = _setting("--device", _text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")
+        _text, "auto", "type of weights and activations; auto: float32 on a CPU, else the checkpoint's", choices=DTYPES
+    )
+    device: str = _setting(_text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")
     max_model_len: int | None = _setting(
-        "--max-model-len", _integer, None, "most tokens of one sequence, prompt and output together",
-        minimum=1, default_text="the model's own limit",
-    )  # fmt: skip
-    max_num_seqs: int = _setting(
-        "--max-num-seqs", _integer, 32, "most requests that run at once", minimum=1, maximum=65536
+        _integer, None, "most tokens of a prompt and its output", minimum=1, default_text="the model's own limit"
     )
+    max_num_seqs: int = _setting(_integer, 32, "most requests that run at once", minimum=1, maximum=65536)
     max_num_batched_tokens: int = _setting(
-        "--max-num-batched-tokens", _integer, 2048, "token budget of one step; longer prompts are cut into chunks",
-        minimum=1,
-    )  # fmt: skip
-    block_size: int = _setting("--block-size", _integer, 64, "tokens in a page of KV cache", minimum=1, maximum=1024)
+        _integer, 2048, "token budget of one step; longer prompts are cut into chunks", minimum=1
+    )
+    block_size: int = _setting(_integer, 64, "tokens in a page of KV cache", minimum=1, maximum=1024)
     kv_cache_memory_bytes: int | None = _setting(
-        "--kv-cache-memory-bytes", _size, None, "size of the KV cache, in bytes or as 512MiB, 2GiB", minimum=1,
-        default_text="on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory",
-    )  # fmt: skip
+        _size, None, "size of the KV cache, in bytes or as 512MiB, 2GiB", minimum=1, default_text=_KV_CACHE_DEFAULT
+    )
     swap_space_bytes: int = _setting(
-        "--swap-space", _gib, GIB, "host memory for preempted requests, in GiB; 0: recompute instead",
-        minimum=0, unit=GIB,
+        _gib, GIB, "host memory for preempted requests, in GiB; 0: recompute instead",
+        name="--swap-space", minimum=0, unit=GIB,
     )  # fmt: skip
-    enable_prefix_caching: bool = _setting(
-        "--enable-prefix-caching", _boolean, True, "reuse the KV cache of prompts that begin alike"
-    )
-    batch_invariant: bool = _setting(
-        "--batch-invariant", _boolean, False, "results bit for bit the same in any batch; slower"
-    )
+    enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
+    batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
     attention_backend: str = _setting(
-        "--attention-backend", _text, "auto", "kernel that computes attention; auto: the fastest that works here"
+        _text, "auto", "kernel that computes attention; auto: the fastest that works here"
     )
     seed: int | None = _setting(
-        "--seed", _integer, None, "where requests that name no seed draw theirs from", minimum=0, maximum=2**63 - 1,
+        _integer, None, "where requests that name no seed draw theirs from", minimum=0, maximum=2**63 - 1,
         default_text="drawn at start",
     )  # fmt: skip
     overlap: bool = False  # prepare the next step while this one runs; the plain step is the oracle
-    max_queue: int = _setting(
-        "--max-queue", _integer, 256, "most requests that wait; more are refused with 429", minimum=0
-    )
-    session_ttl_s: float = _setting("--session-ttl", _number, 300.0, "seconds an idle session is kept", minimum=0)
-    max_sessions: int = _setting("--max-sessions", _integer, 64, "most sessions kept at once", minimum=0)
+    max_queue: int = _setting(_integer, 256, "most requests that wait; more are refused with 429", minimum=0)
+    session_ttl_s: float = _setting(_number, 300.0, "seconds an idle session is kept", minimum=0)
+    max_sessions: int = _setting(_integer, 64, "most sessions kept at once", minimum=0)
     request_timeout_s: float | None = _setting(
-        "--request-timeout", _number, None, "seconds after which a request is ended with an error", minimum=0.001,
-        default_text="no limit",
-    )  # fmt: skip
+        _number, None, "seconds until a request is ended with an error", minimum=0.001, default_text="no limit"
+    )
 
     def __post_init__(self) -> None:
         _validate(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if len(set(self.served_model_name)) != len(self.served_model_name):
-            raise ConfigError(
-                f"--served-model-name gives a name twice: {', '.join(self.served_model_name)}; give each once"
-            )
+            names = ", ".join(self.served_model_name)
+            raise ConfigError(f"--served-model-name gives a name twice: {names}; give each once")
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -217,32 +209,38 @@ class EngineConfig:
 class ServerConfig:
     """What the HTTP server needs. Raises ConfigError for values that cannot work."""
 
-    host: str = _setting("--host", _text, "127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
-    port: int = _setting("--port", _integer, 8000, "TCP port; 0: any free one", minimum=0, maximum=65535)
-    log_level: str = _setting(
-        "--log-level", _text, "info", "how much is logged", choices=("debug", "info", "warning", "error")
-    )
+    host: str = _setting(_text, "127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = _setting(_integer, 8000, "TCP port; 0: any free one", minimum=0, maximum=65535)
+    log_level: str = _setting(_text, "info", "how much is logged", choices=LOG_LEVELS)
     max_body_bytes: int = _setting(
-        "--max-body-bytes", _size, 64 * 1024**2, "largest request body, in bytes or as 512MiB, 2GiB", minimum=1024,
-        default_text="64MiB",
-    )  # fmt: skip
+        _size, 64 * 1024**2, "largest request body, in bytes or as 512MiB, 2GiB", minimum=1024, default_text="64MiB"
+    )
     drain_timeout_s: float = _setting(
-        "--drain-timeout", _number, 30.0, "seconds that running requests get to finish at shutdown", minimum=0
+        _number, 30.0, "seconds that running requests get to finish at shutdown", minimum=0
     )
 
     def __post_init__(self) -> None:
         _validate(self)
 
 
+@functools.cache
 def flags(config: type[Any]) -> dict[str, Flag]:
     """Field name -> `Flag` of the settings an operator may give, in order."""
-    return {f.name: f.metadata["flag"] for f in dataclasses.fields(config) if "flag" in f.metadata}
+    found = {one.name: one.metadata["flag"] for one in dataclasses.fields(config) if "flag" in one.metadata}
+    spelt = {name: "--" + name.removesuffix("_s").replace("_", "-") for name in found}
+    return {name: dataclasses.replace(flag, name=flag.name or spelt[name]) for name, flag in found.items()}
 
 
 def default(config: type[Any], name: str) -> Any:
     """The default of a field, `dataclasses.MISSING` where there is none."""
     entry = next(f for f in dataclasses.fields(config) if f.name == name)
     return entry.default_factory() if callable(entry.default_factory) else entry.default
+
+
+def default_text(config: type[Any], name: str) -> str:
+    """The default of a setting, for an operator."""
+    flag = flags(config)[name]
+    return flag.default_text or flag.shown(default(config, name))
 
 
 def _validate(config: Any) -> None:
@@ -258,7 +256,7 @@ def _validate(config: Any) -> None:
             problem = f"must be at most {flag.shown(flag.maximum)}"
         else:
             continue
-        usual = flag.default_text or flag.shown(default(type(config), name))
+        usual = default_text(type(config), name)
         raise ConfigError(f"{flag.name} is {flag.shown(value)}; it {problem}; leave it out for the default ({usual})")
 
 
@@ -333,9 +331,8 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
                 "environment variable %s is not one of mstar's and has no effect%s", name, suggest(name, _VARIABLES)
             )
     level = variables.get("MSTAR_LOG_LEVEL", "info").lower()
-    choices = flags(ServerConfig)["log_level"].choices
-    if level not in choices:
-        raise ConfigError(f"MSTAR_LOG_LEVEL is {level!r}; it must be one of {', '.join(choices)}")
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"MSTAR_LOG_LEVEL is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
     base = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = variables.get("MSTAR_CACHE")
     if cache is not None and not cache.strip():

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ import torch
 import uvicorn
 import yaml
 from starlette.applications import Starlette
-from starlette.routing import Route
 
 import mstar
 from mstar.config import GIB, EngineConfig, ServerConfig
@@ -34,7 +33,7 @@ from mstar.plugin.graph import Graph
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
-from mstar.server.app import create_app
+from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine
 from mstar.server.native import GenerateRequest, convert
 from mstar.server.results import Outputs
@@ -168,7 +167,7 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
     logger.info("configuration:\n%s", yaml.safe_dump(settings, sort_keys=False).rstrip())
     async with started_engine(config) as engine:
         app = create_app(engine, root=config.model, max_body_bytes=server_config.max_body_bytes)
-        for line in (*_plan_lines(engine), "Available routes:", *_route_lines(app)):
+        for line in (*_plan_lines(engine), "Available routes:", *(f"  {route}" for route in route_names(app.routes))):
             logger.info("%s", line)
         host = f"[{server_config.host}]" if ":" in server_config.host else server_config.host
         logger.info("Starting mstar server on http://%s:%d", host, listener.getsockname()[1])
@@ -182,33 +181,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, engine: Engine, *, config: ServerConfig) -> None:
         drain_s = max(1, round(config.drain_timeout_s))
-        super().__init__(
-            uvicorn.Config(
-                app, log_config=None, log_level=config.log_level, access_log=False, server_header=False,
-                timeout_graceful_shutdown=drain_s,
-            )
-        )  # fmt: skip
+        more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, log_level=config.log_level, timeout_graceful_shutdown=drain_s, **more))
         self._engine = engine
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def stop(self) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and wait for those running; when called again, wait no longer."""
-        if self.should_exit:
-            logger.warning("stopping at once")
-            self.force_exit = True
-            return
-        logger.info("shutting down: %d requests are running or waiting", self._engine.num_active)
         self._engine.drain()
+        self.force_exit = self.should_exit
         self.should_exit = True
 
 
@@ -220,12 +200,6 @@ def _plan_lines(engine: Engine) -> Iterator[str]:
             line += f", KV {kv_bytes / GIB:.2f} GiB = {kv_tokens:,} tokens"
             line += f", max concurrency at full length ({length:,}): {kv_tokens / length:.1f}"
         yield line
-
-
-def _route_lines(app: Starlette) -> Iterator[str]:
-    for route in app.routes:
-        assert isinstance(route, Route)
-        yield f"  {', '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}"
 
 
 # ---- offline ----------------------------------------------------------------------------------------------------

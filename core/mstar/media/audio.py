@@ -31,8 +31,7 @@ def encode_pcm(samples: np.ndarray) -> bytes:
 
 def wav_header(*, sample_rate: int, data_bytes: int | None) -> bytes:
     """A 44-byte header of mono 16-bit WAV. `data_bytes` None: a stream, both sizes are 0xFFFFFFFF."""
-    riff_bytes = STREAMED_BYTES if data_bytes is None else 36 + data_bytes
-    payload = STREAMED_BYTES if data_bytes is None else data_bytes
+    riff_bytes, payload = (STREAMED_BYTES, STREAMED_BYTES) if data_bytes is None else (36 + data_bytes, data_bytes)
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI",
         b"RIFF", riff_bytes, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, sample_rate * 2, 2, 16, b"data", payload,

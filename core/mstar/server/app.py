@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,8 +20,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.errors import RequestError
@@ -154,7 +154,7 @@ class Surface:
         if isinstance(error, HTTPException):  # the router's 404 and 405
             headers |= error.headers or {}
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
-            routes = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in self.routes)
+            routes = ", ".join(route_names(self.routes))
             message = f"{request.method} {problem} {request.url.path[:200]!r}; routes: {routes}"
             error = RequestError(message, status=error.status_code)
         elif not isinstance(error, RequestError):
@@ -174,7 +174,7 @@ async def _first(handle: RequestHandle, form: Form) -> Chunk | None:
     return None
 
 
-class StreamedResponse:
+class StreamedResponse(StreamingResponse):
     """Sends a request's chunks as they come; aborts it when the client goes, breaks the body when it fails.
 
     Args:
@@ -182,40 +182,31 @@ class StreamedResponse:
     """
 
     def __init__(self, handle: RequestHandle, *, form: Form, first: Chunk | None) -> None:
+        headers = form.headers(handle.request, first=first)
+        super().__init__(_bodies(handle, form=form, first=first), headers=headers, media_type=form.media_type)
         self._handle = handle
-        self._form = form
-        self._first = first
-        self._head = Response(headers=form.headers(handle.request, first=first), media_type=form.media_type)
-        del self._head.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientDisconnect):
-                await _watched(receive, self._send(send))
+                await _watched(receive, self.stream_response(send))
         finally:
             self._handle.abort()
 
-    async def _send(self, send: Send) -> None:
-        handle, error = self._handle, None
-        await send({"type": "http.response.start", "status": 200, "headers": self._head.raw_headers})
-        try:
-            if self._first is not None:
-                await self._send_piece(self._first, send)
-            async for chunk in handle:
-                await self._send_piece(chunk, send)
-        except RequestError as failure:
-            error = failure
-        last = self._form.end(handle.request, result=handle.result, error=error)
-        await send({"type": "http.response.body", "body": last, "more_body": error is not None})
-        if error is not None:
-            raise StreamBroken(f"request {handle.id}: {error.message}")
 
-    async def _send_piece(self, chunk: Chunk, send: Send) -> None:
-        if isinstance(chunk, ImageChunk | TensorChunk):  # may be large
-            body = await asyncio.to_thread(self._form.piece, chunk)
-        else:
-            body = self._form.piece(chunk)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+async def _bodies(handle: RequestHandle, *, form: Form, first: Chunk | None) -> AsyncIterator[bytes]:
+    error: RequestError | None = None
+    try:
+        if first is not None:
+            yield form.piece(first)
+        async for chunk in handle:
+            is_large = isinstance(chunk, ImageChunk | TensorChunk)
+            yield await asyncio.to_thread(form.piece, chunk) if is_large else form.piece(chunk)
+    except RequestError as failure:
+        error = failure
+    yield form.end(handle.request, result=handle.result, error=error)
+    if error is not None:
+        raise StreamBroken(f"request {handle.id}: {error.message}")
 
 
 async def _watched(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -257,6 +248,11 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def route_names(routes: Iterable[BaseRoute]) -> list[str]:
+    """Routes as "METHOD /path"."""
+    return [f"{', '.join(sorted(r.methods - {'HEAD'}))} {r.path}" for r in routes if isinstance(r, Route) and r.methods]
 
 
 def _json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, RequestError
@@ -28,14 +28,15 @@ from mstar.plugin.session import SessionTable
 from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
 from mstar.server.native import GenerateRequest, read_request
-from mstar.server.requests import Action, End, EngineState, Limits, Send, Work, attributed
+from mstar.server.requests import Action, End, EngineState, Limits, RunStep, Send, Work, attributed
 from mstar.server.results import Result
 from mstar.server.streams import Decoded, Decoding
 from mstar.types import Chunk, Encoded, Request
 
 logger = logging.getLogger(__name__)
 
-_ENCODE_THREADS, _DECODE_THREADS = 4, 4
+_ENCODE_THREADS = 4
+_DECODE_THREADS = 2  # the second goes on while the first is held up by one slow request
 _TICK_S = 0.5
 
 
@@ -138,11 +139,13 @@ class Engine:
         self._make_processor = make_processor
         self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end
-        self._base = base
+        self._read_request = functools.partial(read_request, spec=spec, model_names=self.model_names, base=base)
         self._seeds: random.Random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._handles: dict[str, RequestHandle] = {}
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="mstar-encode")
         self._decode_pool = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mstar-decode")
+        self._to_decode: list[tuple[Decoding, list[Work], asyncio.Future[Decoded]]] = []
+        self._num_trips = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class Engine:
             raise ConfigError(f"the model could not be started: {self.state.dead}")
         limits = SpecLimits(max_model_len=self.state.max_model_len)
         self._processor = await _in_thread(self._encode_pool, self._make_processor, limits)
-        self._spawn(self._read())
+        self._spawn(self._listen())
         self._spawn(self._tick())
 
     def drain(self) -> None:
@@ -182,7 +185,7 @@ class Engine:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _read(self) -> None:
+    async def _listen(self) -> None:
         try:
             while True:
                 await self._receive()
@@ -238,19 +241,36 @@ class Engine:
                 work = [await handle.work.get()]
                 while not handle.work.empty():
                     work.append(handle.work.get_nowait())
-                self._deliver(handle, await _in_thread(self._decode_pool, decoding.run, work))
+                self._deliver(handle, await self._decoded(decoding, work))
 
     def _encode(
         self, wire: GenerateRequest, *, request_id: str, seed: int, resumed: bool
     ) -> tuple[Request, Encoded, Decoding]:
-        request = read_request(
-            wire, spec=self.spec, model_names=self.model_names, base=self._base, request_id=request_id, seed=seed,
-            resumed=resumed,
-        )  # fmt: skip
+        request = self._read_request(wire, request_id=request_id, seed=seed, resumed=resumed)
         assert self._processor is not None
         encoded = self._processor.encode(request)
         tensors = self.spec.tasks[request.task].tensors_out
         return request, encoded, Decoding(self._processor, request=request, encoded=encoded, tensors_out=tensors)
+
+    async def _decoded(self, decoding: Decoding, work: list[Work]) -> Decoded:
+        if any(isinstance(item, RunStep) for item in work):  # may be slow: no other request waits for it
+            return cast(Decoded, await _in_thread(self._encode_pool, decoding.run, work))
+        done: asyncio.Future[Decoded] = asyncio.get_running_loop().create_future()
+        self._to_decode.append((decoding, work, done))
+        if self._num_trips < _DECODE_THREADS:
+            self._num_trips += 1
+            self._spawn(self._decode())
+        return await done
+
+    async def _decode(self) -> None:
+        """Decode what has gathered, of all requests in one trip to a thread: a trip costs more than most decoding."""
+        while self._to_decode:
+            batch, self._to_decode = self._to_decode, []
+            found = await _in_thread(self._decode_pool, lambda batch: [d.run(work) for d, work, _ in batch], batch)
+            for (_, _, done), decoded in zip(batch, found, strict=True):
+                if not done.cancelled():
+                    done.set_result(decoded)
+        self._num_trips -= 1
 
     def _deliver(self, handle: RequestHandle, decoded: Decoded) -> None:
         now = time.monotonic()

@@ -199,11 +199,9 @@ def read_request(
     """
     model = model_names[0] if wire.model is None else wire.model
     check_model(model, names=model_names)
-    if (wire.inputs is None) == (wire.messages is None):
-        raise RequestError("give exactly one of 'inputs' and 'messages'", param="inputs")
-    if not (wire.inputs or wire.messages):
-        name = "inputs" if wire.messages is None else "messages"
-        raise RequestError(f"{name!r} is empty; give at least one item", param=name)
+    given = [items for items in (wire.inputs, wire.messages) if items is not None]
+    if len(given) != 1 or not given[0]:
+        raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
     name = _task(wire, spec=spec)
     task = spec.tasks[name]
     params = convert(wire.params, task.params, prefix="params.")

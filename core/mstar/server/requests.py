@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from mstar.ipc.messages import FromWorker, ToWorker
 from mstar.plugin.graph import Graph
 from mstar.plugin.session import SessionTable
 from mstar.plugin.states import RequestView
-from mstar.types import Emission, Encoded, Path, Request
+from mstar.types import Encoded, Path, Request
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,6 @@ class Send:
     """Send a message to the worker."""
 
     message: ToWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Hand a value to the request's decoding, after all earlier ones."""
-
-    request_id: str
-    emission: Emission
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +57,8 @@ class End:
         return self.entry.request_id
 
 
-Work = Deliver | RunStep | End
-"""What a request's decoding does, in order."""
+Work = messages.Emit | RunStep | End
+"""What a request's decoding does, in order: pass on a value for the client, run a step, or finish."""
 Action = Send | Work
 
 # ---- state ------------------------------------------------------------------------------------------------------
@@ -212,8 +205,7 @@ class EngineState:
         elif (found := self._entries.get(message.request_id)) is None:
             return []
         elif isinstance(message, messages.Emit):
-            emission = Emission(message.name, message.path, message.value, message.final, message.reason)
-            return [Deliver(message.request_id, emission)]  # by far the most frequent; it changes nothing here
+            return [message]  # by far the most frequent; it changes nothing here
         elif isinstance(message, messages.Failed):
             error = RequestError(message.message, status=message.status, param=message.param, code=message.code)
             self._end(found, error, now=now, is_freed=True)
@@ -285,12 +277,11 @@ class EngineState:
 
     def _check_memory(self, encoded: Encoded) -> None:
         page = self._limits.page_tokens
-        needed: dict[str, int] = {}
+        needed: Counter[str] = Counter()
         for name, tokens in encoded.kv_tokens.items():
-            module = name.rpartition(".")[0]
-            needed[module] = needed.get(module, 0) + -(-tokens // page) * page
+            needed[name.rpartition(".")[0]] += -(-tokens // page) * page
         for module, _, _, capacity in self.plan or ():
-            if needed.get(module, 0) > capacity:
+            if needed[module] > capacity:
                 message = f"the request needs up to {needed[module]} tokens of KV cache in {module!r}, which holds "
                 message += f"{capacity}; shorten the input or the output, or raise --kv-cache-memory-bytes"
                 raise RequestError(message, code="context_length_exceeded")
@@ -330,16 +321,16 @@ class EngineState:
 
     def _follow(self, entry: Entry, lane: str, walk: str, *, now: float) -> None:
         then = self._graph.states.after(walk, entry.view)
-        if then is not None:
-            entry.lanes[lane] = then.walk
-            if then.step is None:
-                self._begin(entry, {lane: then.walk})
-            else:
-                self._decided.append(RunStep(entry.request_id, lane, then.step, dict(entry.stored)))
+        if then is None:
+            entry.lanes.pop(lane, None)
+            if not entry.lanes:
+                self._end(entry, None, now=now)
             return
-        entry.lanes.pop(lane, None)
-        if not entry.lanes:
-            self._end(entry, None, now=now)
+        entry.lanes[lane] = then.walk
+        if then.step is None:
+            self._begin(entry, {lane: then.walk})
+        else:
+            self._decided.append(RunStep(entry.request_id, lane, then.step, dict(entry.stored)))
 
     def _end(self, entry: Entry, error: RequestError | None, *, now: float, is_freed: bool = False) -> None:
         """Forget a request; `is_freed`: the worker has done so already."""
@@ -349,7 +340,8 @@ class EngineState:
         if error is None and entry.opened is not None:
             self._mean_s += 0.2 * (now - entry.opened - self._mean_s)
         del self._entries[entry.request_id]
-        self._leave_session(entry, is_kept=error is None or (entry.resumed and entry.opened is None), now=now)
+        if entry.session is not None:
+            self._leave_session(entry, entry.session, failed=error is not None, now=now)
         self._decided.append(End(entry, error))
 
     # -- sessions ----------------------------------------------------------------------------------------------
@@ -366,16 +358,14 @@ class EngineState:
             entry.session_missing = self._sessions.missing(name)
             self._drop_sessions(self._sessions.open(name, now=now))
 
-    def _leave_session(self, entry: Entry, *, is_kept: bool, now: float) -> None:
-        if entry.session is None:
+    def _leave_session(self, entry: Entry, name: str, *, failed: bool, now: float) -> None:
+        if not failed:
+            self._kept[name] = entry.stored
+        elif entry.opened is not None or not entry.resumed:  # else the session is as it was
+            self._sessions.discard(name)
+            self._kept.pop(name, None)
             return
-        if not is_kept:
-            self._sessions.discard(entry.session)
-            self._kept.pop(entry.session, None)
-            return
-        self._sessions.release(entry.session, now=now)
-        if entry.opened is not None:
-            self._kept[entry.session] = entry.stored
+        self._sessions.release(name, now=now)
 
     def _drop_sessions(self, names: Iterable[str]) -> None:
         for name in names:

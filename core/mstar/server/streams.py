@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mstar.errors import RequestError
+from mstar.ipc.messages import Emit
 from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
-from mstar.server.requests import Deliver, Entry, RunStep, Work, attributed
+from mstar.server.requests import Entry, RunStep, Work, attributed
 from mstar.server.results import Result, is_wanted
 from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk
 
@@ -90,8 +91,9 @@ class Decoding:
         doing = f"request {self._request.id}: the model's processor"
         with attributed(doing, fail=lambda error: setattr(decoded, "error", error)):
             for item in work:
-                if isinstance(item, Deliver):
-                    self._decode(item.emission, decoded)
+                if isinstance(item, Emit):
+                    emission = Emission(item.name, item.path, item.value, item.final, item.reason)
+                    self._decode(emission, decoded)
                 elif isinstance(item, RunStep):
                     decoded.steps[item.lane] = self._processor.step(item.step, self._request, item.outputs)
                 else:

@@ -7,7 +7,6 @@ the same settings where results are promised bit for bit, else by the usual ones
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "swapping": ROOM_FOR_TWO,
     "no prefix cache": {"enable_prefix_caching": False},
     "chunks of 7": {"max_num_batched_tokens": 7},
-    "overlapped": {"overlap": True},
+    "recomputing": {"swap_space_bytes": 0, **ROOM_FOR_TWO},
     "overlapped and swapping": {"overlap": True, **ROOM_FOR_TWO},
 }
 
@@ -78,7 +77,7 @@ def lone_runs(served: Any, requests: list[dict[str, Any]], aborts: list[int | No
 @pytest.fixture(scope="module")
 def alone(
     serving: Any, tiny_folder: Path, requests: list[dict[str, Any]], aborts: list[int | None]
-) -> Iterator[dict[int, Any]]:
+) -> dict[int, Any]:
     with serving(tiny_folder, max_model_len=MAX_MODEL_LEN) as served:
         answers = lone_runs(served, requests, aborts)
         served.assert_clean()
@@ -116,6 +115,8 @@ def test_requests_among_others_are_spoken_as_alone(
         answers = together(served, requests, aborts)
         if "swapping" in setting:
             assert served.engine.state.stats.swaps > 0
+        elif setting == "recomputing":
+            assert served.worker.scheduler.num_rebuilds > 0 and served.engine.state.stats.swaps == 0
         else:
             assert served.rows_per_batch > 8
     for number, answer in answers.items():

@@ -5,6 +5,7 @@ The oracle of `rows`, which gives the same tokens faster on CPUs.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -45,15 +46,22 @@ def keep_likely(scores: Tensor, *, top_k: Tensor, tail: Tensor, min_p: Tensor) -
 
     Of equal scores at the border of top-p the highest ids stay.
     """
-    ascending, order = torch.sort(scores, dim=-1, stable=True)
-    width = scores.shape[-1]
+    ascending, width = _ascending(scores), scores.shape[-1]
     kth = ascending.gather(-1, torch.where(top_k > 0, width - top_k, 0).clamp_min(0))
     ascending = ascending.masked_fill(ascending < kth, -torch.inf)
-    removed = ascending.softmax(-1).cumsum(-1) <= tail
-    removed[:, -1] = False
-    scores = scores.masked_fill(removed.scatter(-1, order, removed) | (scores < kth), -torch.inf)
+    num_removed = (ascending.softmax(-1).cumsum(-1) <= tail).sum(-1, keepdim=True).clamp_max(width - 1)
+    border = ascending.gather(-1, num_removed)
+    below, equal = scores < border, scores == border
+    removed = below | (equal & (equal.cumsum(-1) <= num_removed - below.sum(-1, keepdim=True)))
+    scores = scores.masked_fill(removed | (scores < kth), -torch.inf)
     probabilities = scores.softmax(-1)
     return scores.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
+
+
+def _ascending(scores: Tensor) -> Tensor:
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        return scores.sort(-1).values
+    return torch.from_numpy(np.sort(scores.numpy(), axis=-1))  # ten times faster than torch's, which sorts indices too
 
 
 def _penalise(scores: Tensor, state: SamplingState, rows: Tensor) -> Tensor:

@@ -19,55 +19,42 @@ from mstar.layers.sampling.state import SamplingState
 
 WIDE = 4096  # vocabularies below sort in less time than the steps of a row take
 _MARGIN = 1e-5  # closer to a threshold than float32 rounding may move it: decide by the plain rule's own arithmetic
-
-
 _NUMBERS = ("temperature", "top_k", "tail", "min_p", "repetition", "presence", "frequency")
 
 
-_Operands = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def operands(state: SamplingState) -> _Operands:
+def operands(state: SamplingState) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """A state as `sample_rows` takes it."""
-    numbers = [getattr(state, name) for name in _NUMBERS]
-    bias = state.bias_index, state.bias_value
-    return numbers, *bias, state.key, state.step, state.counts, state.prompt_mask
+    numbers = [getattr(state, name) for name in (*_NUMBERS, "bias_index", "bias_value", "key", "step")]
+    return numbers, state.counts, state.prompt_mask
 
 
 @torch.library.custom_op("mstar::sample_rows", mutates_args=(), device_types="cpu")
 def sample_rows(
-    logits: Tensor,
-    rows: Tensor,
-    numbers: Sequence[Tensor],
-    bias_index: Tensor,
-    bias_value: Tensor,
-    key: Tensor,
-    step: Tensor,
-    counts: Tensor | None,
-    prompt_mask: Tensor | None,
+    logits: Tensor, rows: Tensor, columns: Sequence[Tensor], counts: Tensor | None, prompt_mask: Tensor | None
 ) -> Tensor:
-    """`sample` without recording: (B, V) and (B,) int64 -> (B,) int64. `numbers` are the columns of `_NUMBERS`."""
+    """`sample` without recording: (B, V), (B,) int64 and `operands` -> (B,) int64."""
+    *numbers, bias_index, bias_value, key, step = columns
     draws = uniform64(key[rows], step[rows])
     num_biased = (bias_index[rows] >= 0).sum(-1)
-    columns = [column.tolist() for column in (rows, draws, num_biased, *(number[rows] for number in numbers))]
-    ids = torch.empty(len(rows), dtype=torch.int64)
-    for index, (row, draw, biased, heat, k, tail, min_p, *penalties) in enumerate(zip(*columns, strict=True)):
-        scores = logits[index].to(torch.float32, copy=True)
-        scores.index_add_(0, bias_index[row, :biased], bias_value[row, :biased])
-        _penalise_row(scores, counts, prompt_mask, row, *penalties)
+    table = [column.tolist() for column in (rows, num_biased, draws, *(number[rows] for number in numbers))]
+    ids = []
+    for row_logits, values in zip(logits, zip(*table, strict=True), strict=True):
+        row, biased, draw, heat, k, tail, min_p, repetition, presence, frequency = values
+        scores = row_logits.to(torch.float32, copy=True)
+        if biased:
+            scores.index_add_(0, bias_index[row, :biased], bias_value[row, :biased])
+        if repetition != 1 and counts is not None and prompt_mask is not None:
+            seen = (prompt_mask[row] | (counts[row] > 0)).nonzero()[:, 0]
+            old = scores[seen]
+            scores[seen] = torch.where(old < 0, old * repetition, old / repetition)
+        if (presence != 0 or frequency != 0) and counts is not None:
+            drawn = counts[row].nonzero()[:, 0]
+            scores[drawn] = scores[drawn] - counts[row, drawn] * frequency - presence
         if heat == 0:
-            ids[index] = argmax(scores[None])[0]
-            continue
-        scores /= heat
-        if k == 0 and tail < 0 and min_p == 0:
-            weights = torch.exp(scores - scores.amax())
-            ids[index] = inverse_cdf(weights[None], draws[index : index + 1])[0]
+            ids.append(int(argmax(scores[None])))
         else:
-            kept, values = kept_row(scores, k=k, tail=tail, min_p=min_p)
-            cumulative = np.exp(values.astype(np.float64) - values.max()).cumsum()
-            place = np.searchsorted(cumulative, draw * cumulative[-1], side="right")
-            ids[index] = int(kept[min(int(place), len(kept) - 1)])
-    return ids
+            ids.append(_draw(scores / heat, draw, k=k, tail=tail, min_p=min_p))
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 @sample_rows.register_fake
@@ -75,25 +62,14 @@ def _(logits: Tensor, rows: Tensor, *operands: Any) -> Tensor:
     return rows.new_empty(logits.shape[0])
 
 
-def _penalise_row(
-    scores: Tensor,
-    counts: Tensor | None,
-    prompt_mask: Tensor | None,
-    row: int,
-    repetition: float,
-    presence: float,
-    frequency: float,
-) -> None:
-    if repetition != 1:
-        assert counts is not None
-        assert prompt_mask is not None
-        seen = (prompt_mask[row] | (counts[row] > 0)).nonzero()[:, 0]
-        values = scores[seen]
-        scores[seen] = torch.where(values < 0, values * repetition, values / repetition)
-    if presence != 0 or frequency != 0:
-        assert counts is not None
-        drawn = counts[row].nonzero()[:, 0]
-        scores[drawn] -= counts[row, drawn] * frequency + presence
+def _draw(scores: Tensor, draw: float, *, k: int, tail: float, min_p: float) -> int:
+    if k == 0 and tail < 0 and min_p == 0:
+        weights = torch.exp(scores - scores.amax())
+        return int(inverse_cdf(weights[None], torch.tensor([draw], dtype=torch.float64)))
+    kept, values = kept_row(scores, k=k, tail=tail, min_p=min_p)
+    cumulative = np.exp(values.astype(np.float64) - values.max()).cumsum()
+    place = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    return int(kept[min(place, len(kept) - 1)])
 
 
 def kept_row(scores: Tensor, *, k: int, tail: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mstar.errors import PluginError, RequestError
 from mstar.types import SamplingParams
 
-_COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # per-row tensors and what an empty row holds: greedy
+_COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # what a row consists of, and an empty one holds: greedy
     "temperature": (torch.float32, 0),
     "top_k": (torch.int64, 0),
     "tail": (torch.float32, -1),
@@ -24,8 +24,10 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # per-row tensors and what a
     "step": (torch.int64, 0),
     "bias_index": (torch.int64, -1),
     "bias_value": (torch.float32, 0),
+    "counts": (torch.int32, 0),
+    "prompt_mask": (torch.bool, False),
 }
-_VOCAB_COLUMNS = {"counts": torch.int32, "prompt_mask": torch.bool}
+_OF_PENALTIES = {"counts": ("repetition", "additive"), "prompt_mask": ("repetition",)}  # and which need them
 
 
 _FEATURES: dict[str, Callable[[SamplingParams], bool]] = {
@@ -83,10 +85,11 @@ class SamplingState:
     def allocate(cls, rows: int, vocab_size: int, device: torch.device | str, max_bias: int = 300) -> SamplingState:
         """A state of `rows` empty rows."""
         target = torch.device(device)
-        shapes = {name: (rows, max_bias) if name.startswith("bias") else (rows,) for name in _COLUMNS}
-        tensors = {
-            name: torch.full(shapes[name], fill, dtype=dtype, device=target) for name, (dtype, fill) in _COLUMNS.items()
-        }
+        tensors: dict[str, Any] = {}
+        for name, (dtype, fill) in _COLUMNS.items():
+            if name not in _OF_PENALTIES:
+                shape = (rows, max_bias) if name.startswith("bias") else (rows,)
+                tensors[name] = torch.full(shape, fill, dtype=dtype, device=target)
         return cls(vocab_size=vocab_size, device=target, **tensors)
 
     @property
@@ -102,7 +105,7 @@ class SamplingState:
         bias = self._check_bias(params)
         self.clear_row(row)
         self._register(row, params)
-        values: dict[str, float] = {
+        values: dict[str, Any] = {
             "temperature": params.temperature,
             "repetition": params.repetition_penalty,
             "presence": params.presence_penalty,
@@ -110,33 +113,28 @@ class SamplingState:
             "key": key,
         }
         if params.temperature > 0:
-            values |= {"top_k": max(params.top_k, 0), "top_p": params.top_p, "min_p": params.min_p}
-            values["tail"] = 1 - params.top_p if params.top_p < 1 else -1
+            tail = 1 - params.top_p if params.top_p < 1 else -1
+            values |= {"top_k": max(params.top_k, 0), "tail": tail, "min_p": params.min_p}
         for name, value in values.items():
             getattr(self, name)[row] = value
-        if bias:
-            self.bias_index[row, : len(bias)] = torch.tensor(list(bias), device=self.device)
-            self.bias_value[row, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
-        if self.counts is not None:
-            self.counts[row] = 0
-        if self.prompt_mask is not None:
-            self.prompt_mask[row] = False
-            if params.repetition_penalty != 1 and len(prompt_ids) > 0:
-                ids = torch.as_tensor(prompt_ids, dtype=torch.int64)
-                if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-                    raise PluginError(
-                        f"a sampler's prompt holds token ids from {int(ids.min())} to {int(ids.max())}, "
-                        f"outside its vocabulary of {self.vocab_size}"
-                    )
-                self.prompt_mask[row, ids.to(self.device)] = True
+        self.bias_index[row, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
+        self.bias_value[row, : len(bias)] = torch.tensor(list(bias.values()))
+        if params.repetition_penalty != 1 and self.prompt_mask is not None:
+            ids = torch.as_tensor(prompt_ids, dtype=torch.int64)
+            outside = ids[(ids < 0) | (ids >= self.vocab_size)].tolist()
+            if outside:
+                raise PluginError(
+                    f"a sampler's prompt holds token id {outside[0]}, outside its vocabulary of {self.vocab_size}"
+                )
+            self.prompt_mask[row, ids.to(self.device)] = True
 
     def clear_row(self, row: int) -> None:
         """End the request at `row`: greedy, no penalties, step 0."""
         self._params.pop(row, None)
         for users in self._users.values():
             users.discard(row)
-        for name, (_, fill) in _COLUMNS.items():
-            getattr(self, name)[row] = fill
+        for name, column in self._columns():
+            column[row] = _COLUMNS[name][1]
 
     def copy_row(self, source: int, target: int) -> None:
         """Make `target` draw what `source` would."""
@@ -157,52 +155,36 @@ class SamplingState:
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows; the present ones keep their content."""
-        extra = rows - self.rows
-        if extra <= 0:
-            return
-        for name, (dtype, fill) in _COLUMNS.items():
-            old = getattr(self, name)
-            new = torch.full((extra, *old.shape[1:]), fill, dtype=dtype, device=self.device)
-            setattr(self, name, torch.cat((old, new)))
-        for name, dtype in _VOCAB_COLUMNS.items():
-            old = getattr(self, name)
-            if old is not None:
-                new = torch.zeros((extra, self.vocab_size), dtype=dtype, device=self.device)
-                setattr(self, name, torch.cat((old, new)))
+        for name, column in self._columns():
+            more = column.new_full((max(rows - len(column), 0), *column.shape[1:]), _COLUMNS[name][1])
+            setattr(self, name, torch.cat((column, more)))
+
+    def _columns(self) -> list[tuple[str, Tensor]]:
+        """The tensors there are, by name."""
+        return [(name, column) for name in _COLUMNS if (column := getattr(self, name)) is not None]
 
     def _check_bias(self, params: SamplingParams) -> dict[int, float]:
-        bias: dict[int, float] = {}
-        for text, value in (params.logit_bias or {}).items():
+        bias = params.logit_bias or {}
+        most = self.bias_index.shape[1]
+        if len(bias) > most:
+            raise RequestError(f"logit_bias has {len(bias)} entries; the limit is {most}", param="logit_bias")
+        for text in bias:
             if not text.isdecimal() or int(text) >= self.vocab_size:
-                raise RequestError(
-                    f"logit_bias names token {text!r}; ids of this model are 0 to {self.vocab_size - 1}",
-                    param="logit_bias",
-                )
-            bias[int(text)] = value
-        if len(bias) > self.bias_index.shape[1]:
-            raise RequestError(
-                f"logit_bias has {len(bias)} entries; the limit is {self.bias_index.shape[1]}", param="logit_bias"
-            )
-        return bias
+                message = f"logit_bias names token {text!r}; ids of this model are 0 to {self.vocab_size - 1}"
+                raise RequestError(message, param="logit_bias")
+        return {int(text): value for text, value in bias.items()}
 
     def _register(self, row: int, params: SamplingParams) -> None:
         self._params[row] = params
         for name, is_used in _FEATURES.items():
             if is_used(params):
                 self._users[name].add(row)
-        if row in self._users["repetition"]:
-            self._need_vocab("counts", "prompt_mask")
-        elif row in self._users["additive"]:
-            self._need_vocab("counts")
-
-    def _need_vocab(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) is None:
+        for name, features in _OF_PENALTIES.items():
+            if getattr(self, name) is None and any(row in self._users[feature] for feature in features):
                 shape = (self.rows, self.vocab_size)
-                setattr(self, name, torch.zeros(shape, dtype=_VOCAB_COLUMNS[name], device=self.device))
+                setattr(self, name, torch.zeros(shape, dtype=_COLUMNS[name][0], device=self.device))
 
     def _take(self, row: int) -> RowSnapshot:
-        names = list(_COLUMNS)
-        if row in self._users["repetition"] or row in self._users["additive"]:
-            names += [name for name in _VOCAB_COLUMNS if getattr(self, name) is not None]
-        return RowSnapshot(self._params.get(row), {name: getattr(self, name)[row].clone() for name in names})
+        is_penalised = row in self._users["repetition"] or row in self._users["additive"]
+        columns = {n: column[row].clone() for n, column in self._columns() if is_penalised or n not in _OF_PENALTIES}
+        return RowSnapshot(self._params.get(row), columns)
