@@ -124,12 +124,10 @@ class Flag:
 
 
 def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
-    metadata = {"flag": Flag(parse, help, **limits)}
-    return (
-        field(default_factory=default, metadata=metadata)
-        if callable(default)
-        else field(default=default, metadata=metadata)
-    )
+    metadata = {"flag": Flag(parse=parse, help=help, **limits)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -146,11 +144,7 @@ class EngineConfig:
     )
     model: str = _setting(_text, "tiny", "checkpoint: a folder, a hub id, or 'tiny' (random weights)")
     parts: Mapping[str, Path] = _setting(
-        _parts,
-        dict,
-        "where a further part of the model lies, as part=PATH; repeatable",
-        name="--set",
-        default_text="none",
+        _parts, dict, "where another part of the model lies, part=PATH; repeatable", name="--set", default_text="none"
     )
     served_model_name: tuple[str, ...] = _setting(
         _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
@@ -163,26 +157,20 @@ class EngineConfig:
         _integer, None, "most tokens of a prompt and its output", minimum=1, default_text="the model's own limit"
     )
     max_num_seqs: int = _setting(_integer, 32, "most requests that run at once", minimum=1, maximum=65536)
-    max_num_batched_tokens: int = _setting(
-        _integer, 2048, "token budget of one step; longer prompts are cut into chunks", minimum=1
-    )
+    max_num_batched_tokens: int = _setting(_integer, 2048, "tokens of a step; longer prompts are cut", minimum=1)
     block_size: int = _setting(_integer, 64, "tokens in a page of KV cache", minimum=1, maximum=1024)
     kv_cache_memory_bytes: int | None = _setting(
         _size, None, "size of the KV cache, in bytes or as 512MiB, 2GiB", minimum=1, default_text=_KV_CACHE_DEFAULT
     )
     swap_space_bytes: int = _setting(
-        _gib, GIB, "host memory for preempted requests, in GiB; 0: recompute instead",
-        name="--swap-space", minimum=0, unit=GIB,
-    )  # fmt: skip
+        _gib, GIB, "host memory for swapping, in GiB; 0: recompute instead", name="--swap-space", minimum=0, unit=GIB
+    )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
-    attention_backend: str = _setting(
-        _text, "auto", "kernel that computes attention; auto: the fastest that works here"
-    )
+    attention_backend: str = _setting(_text, "auto", "kernel of attention; auto: the fastest that works here")
     seed: int | None = _setting(
-        _integer, None, "where requests that name no seed draw theirs from", minimum=0, maximum=2**63 - 1,
-        default_text="drawn at start",
-    )  # fmt: skip
+        _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"
+    )
     overlap: bool = False  # prepare the next step while this one runs; the plain step is the oracle
     max_queue: int = _setting(_integer, 256, "most requests that wait; more are refused with 429", minimum=0)
     session_ttl_s: float = _setting(_number, 300.0, "seconds an idle session is kept", minimum=0)
@@ -215,15 +203,12 @@ class ServerConfig:
     max_body_bytes: int = _setting(
         _size, 64 * 1024**2, "largest request body, in bytes or as 512MiB, 2GiB", minimum=1024, default_text="64MiB"
     )
-    drain_timeout_s: float = _setting(
-        _number, 30.0, "seconds that running requests get to finish at shutdown", minimum=0
-    )
+    drain_timeout_s: float = _setting(_number, 30.0, "seconds for running requests to end at shutdown", minimum=0)
 
     def __post_init__(self) -> None:
         _validate(self)
 
 
-@functools.cache
 def flags(config: type[Any]) -> dict[str, Flag]:
     """Field name -> `Flag` of the settings an operator may give, in order."""
     found = {one.name: one.metadata["flag"] for one in dataclasses.fields(config) if "flag" in one.metadata}
@@ -275,8 +260,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}; give a readable YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected 'flag: value' lines, found a {type(content).__name__}")
     known = {flag.key: (name, flag) for config in (EngineConfig, ServerConfig) for name, flag in flags(config).items()}

@@ -4,6 +4,7 @@ import base64
 import json
 import wave
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
-from mstar.server.results import Outputs, Result
-from mstar.types import AudioChunk, ImageChunk, Request, TensorChunk, TextChunk
+from mstar.server.results import Outputs, Result, chunk_event
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
 
 
 def make(*outputs: str, indices: dict[int, str] | None = None) -> tuple[Outputs, Result]:
@@ -74,3 +75,20 @@ def test_one_safetensors_body_holds_the_result_too(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(body)
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["result"])["outputs"][0]["tensor"] == "audio"
+
+
+def decode(chunk: Chunk) -> dict[str, Any]:
+    (line,) = chunk_event(chunk).splitlines()
+    event: dict[str, Any] = msgspec.json.decode(line)
+    return event
+
+
+def test_chunks_become_ndjson_events() -> None:
+    assert decode(TextChunk("a\nb", (1, 2))) == {"event": "text", "text": "a\nb", "token_ids": [1, 2], "index": 0}
+    assert decode(ProgressChunk(1, 5)) == {"event": "progress", "step": 1, "total": 5}
+    event = decode(ImageChunk(np.zeros((2, 2, 3), np.uint8)))
+    assert base64.b64decode(event["data"]).startswith(b"\x89PNG")
+    event = decode(TensorChunk("z", torch.ones(2)))
+    assert (event["name"], event["dtype"], event["shape"]) == ("z", "float32", [2])
+    event = decode(AudioChunk(np.full(3, 0.5, np.float32), 8000))
+    assert base64.b64decode(event["data"]) == b"\xff\x3f" * 3 and event["sample_rate"] == 8000

@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-import base64
-from typing import Any
-
-import msgspec
-import numpy as np
 import pytest
-import torch
 
-from mstar.server.results import chunk_event
 from mstar.server.streams import TextStream
-from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, TensorChunk, TextChunk
+from mstar.types import TextChunk
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, list[int], TextStream]:
@@ -46,20 +39,3 @@ def test_text_is_cut_at_the_first_stop_string(
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     stream = TextStream(("STOP",))
     assert [stream.feed(TextChunk(piece)).text for piece in ("aS", "T", "x")] == ["a", "", "STx"]  # type: ignore[union-attr]
-
-
-def decode(chunk: Chunk) -> dict[str, Any]:
-    (line,) = chunk_event(chunk).splitlines()
-    event: dict[str, Any] = msgspec.json.decode(line)
-    return event
-
-
-def test_chunks_become_ndjson_events() -> None:
-    assert decode(TextChunk("a\nb", (1, 2))) == {"event": "text", "text": "a\nb", "token_ids": [1, 2], "index": 0}
-    assert decode(ProgressChunk(1, 5)) == {"event": "progress", "step": 1, "total": 5}
-    event = decode(ImageChunk(np.zeros((2, 2, 3), np.uint8)))
-    assert base64.b64decode(event["data"]).startswith(b"\x89PNG")
-    event = decode(TensorChunk("z", torch.ones(2)))
-    assert (event["name"], event["dtype"], event["shape"]) == ("z", "float32", [2])
-    event = decode(AudioChunk(np.full(3, 0.5, np.float32), 8000))
-    assert base64.b64decode(event["data"]) == b"\xff\x3f" * 3 and event["sample_rate"] == 8000

@@ -21,8 +21,8 @@ def loop(**changes: Any) -> LoopStart:
 
 def cursor(*, fields: dict[str, int] | None = None, **env: Any) -> Cursor:
     request: Any = SimpleNamespace(info=SimpleNamespace(fields=fields or {}), budgets={})
-    lane: Any = SimpleNamespace(request=request)
-    scope: Any = object()
+    lane: Any = SimpleNamespace(request=request, stops={})
+    scope: Any = SimpleNamespace(path=())
     return Cursor(lane, scope, (), START, env)
 
 
@@ -117,7 +117,7 @@ def test_leaving_an_outer_loop_keeps_what_it_collected() -> None:
     at = cursor(x=1)
     start_loop(at, loop(collect=(("x", "xs"),)))
     turn(at, 2)
-    leave_loop(at, at.loops[0], "stop")
+    leave_loop(at, at.loops.pop(), "stop")
     assert (at.pc, at.loops, at.reason, at.env["xs"]) == (99, [], "stop", [1, 1])
 
 

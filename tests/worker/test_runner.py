@@ -9,7 +9,9 @@ from mstar_plugin_echo.oracle import expected, make_request
 from mstar.ipc.messages import Emit
 
 
-@pytest.mark.parametrize("module, method", [("lm", "decode"), ("lm", "frame"), ("depth", "step"), ("depth", "start")])
+@pytest.mark.parametrize(
+    ("module", "method"), [("lm", "decode"), ("lm", "frame"), ("depth", "step"), ("depth", "start")]
+)
 def test_a_batch_that_raised_after_it_drew_and_wrote_leaves_nothing_of_it(
     parts: Callable[..., Any], module: str, method: str
 ) -> None:
@@ -39,5 +41,5 @@ def test_a_batch_that_raised_after_it_drew_and_wrote_leaves_nothing_of_it(
         if task == "generate":
             assert [int(value) for value in emitted] == right.texts[0]
         else:
-            frames = [value.tolist() for value in emitted if value.dtype.is_floating_point is False]
+            frames = [value.tolist() for value in emitted if not value.dtype.is_floating_point]
             assert [frame for step in frames for frame in step] == right.tensors["frames"].tolist()

@@ -1,4 +1,7 @@
-"""`mstar doctor`: whether this machine can serve, and what to do where it cannot."""
+"""`mstar doctor`: whether this machine can serve, and what to do where it cannot.
+
+A check returns what it found, or raises: the table of checks says what to do then, and whether it keeps from serving.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,43 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from typing import Literal
+from pathlib import Path
 
 import click
 
 from mstar import __version__, config
-from mstar.errors import ConfigError, PluginError
+from mstar.cli import options
+from mstar.errors import ConfigError, MstarError
 
 LIBRARIES = ("transformers", "safetensors", "huggingface_hub", "av", "starlette", "uvicorn", "msgspec", "pyzmq")
 SHARED_MEMORY_BYTES = 64 * 1024**2
+_FAILURES = (ImportError, OSError, OverflowError, subprocess.SubprocessError, MstarError)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at. `problem` blocks serving, `note` costs something; then `remedy` says what to do."""
+class Check:
+    """One thing to look at. A failure is a problem that keeps mstar from serving, or else a note of what it costs."""
 
     subject: str
-    state: Literal["ok", "note", "problem"]
-    detail: str
-    remedy: str = ""
+    look: Callable[[], str]
+    remedy: str
+    is_vital: bool = True
+
+    def run(self) -> bool:
+        """Print a line or two; whether mstar can serve, as far as this goes."""
+        try:
+            state, detail = "ok", self.look()
+        except _FAILURES as error:
+            state, detail = "problem" if self.is_vital else "note", str(error) or repr(error)
+        click.echo(f"{state:8}{self.subject:15}{detail}")
+        if state != "ok":
+            click.echo(f"{'':23}-> {self.remedy}")
+        return state != "problem"
 
 
 @click.command()
@@ -39,122 +55,92 @@ class Finding:
 @click.pass_context
 def doctor(ctx: click.Context, host: str, port: int) -> None:
     """Check this machine; exit with 1 if something keeps mstar from serving."""
-    findings = []
-    for finding in examine(host=host, port=port):
-        findings.append(finding)
-        click.echo(f"{finding.state:8}{finding.subject:15}{finding.detail}")
-        if finding.remedy:
-            click.echo(f"{'':23}-> {finding.remedy}")
-    problems = sum(finding.state == "problem" for finding in findings)
-    click.echo("nothing keeps mstar from serving" if not problems else f"{problems} to solve before mstar can serve")
+    problems = [check.run() for check in checks(host, port=port)].count(False)
+    click.echo(f"{problems} to solve before mstar can serve" if problems else "nothing keeps mstar from serving")
     ctx.exit(1 if problems else 0)
 
 
-def examine(*, host: str, port: int) -> Iterator[Finding]:
-    """Look at everything that serving needs, quickest first."""
-    yield Finding("mstar", "ok", f"{__version__}, {os.path.dirname(os.path.dirname(__file__))}")
-    yield Finding("python", "ok", f"{platform.python_version()}, {sys.executable}")
-    yield from libraries()
-    yield from torch()
-    yield from plugins()
-    yield compiler()
-    yield cache()
-    yield shared_memory()
-    yield address(host, port=port)
-
-
-def libraries() -> Iterator[Finding]:
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding("libraries", "problem", f"{name} is not installed", f"pip install {name}")
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
-
-
-def torch() -> Iterator[Finding]:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library does not load
-        yield Finding("torch", "problem", f"does not import: {error}", "pip install --force-reinstall torch")
-        return
-    threads = torch.get_num_threads()
-    yield Finding("torch", "ok", f"{torch.__version__}, {threads} threads on {os.cpu_count()} cores")
-    if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-        yield Finding("device", "ok", f"CUDA: {names}")
-        try:
-            yield Finding("attention", "ok", f"flashinfer {metadata.version('flashinfer-python')}")
-        except metadata.PackageNotFoundError:
-            yield Finding("attention", "note", "flashinfer is not installed", "pip install 'mstar-core[cuda]'")
-    elif torch.version.cuda:
-        remedy = "install a driver that fits, or go on with --device cpu"
-        yield Finding("device", "note", f"torch is built for CUDA {torch.version.cuda} but finds no device", remedy)
-    else:
-        yield Finding("device", "ok", "cpu")
-
-
-def plugins() -> Iterator[Finding]:
+def checks(host: str, *, port: int) -> list[Check]:
+    """Everything that serving needs."""
     from mstar.plugin import loader
 
-    found = loader.installed()
-    if not found:
-        yield Finding("plugins", "problem", "none is installed", "pip install mstar-plugin-NAME")
-    for plugin in found:
-        subject, detail = f"plugin {plugin.name}", f"{plugin.distribution} {plugin.version}"
-        try:
-            loader.load(plugin.name)
-        except (ConfigError, PluginError) as error:
-            yield Finding(subject, "problem", f"{detail}: {error}", f"pip install --upgrade {plugin.distribution}")
-        else:
-            yield Finding(subject, "ok", detail)
-
-
-def compiler() -> Finding:
-    path = next(
-        (found for name in (config.environment().compiler, "g++", "clang++") if (found := shutil.which(name))), None
-    )
-    if path is None:
-        remedy = "install a C++ compiler, such as Debian's g++; without one attention on a CPU is slow"
-        return Finding("compiler", "note", "no C++ compiler found", remedy)
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    if answer.returncode:
-        return Finding("compiler", "note", f"{path} --version fails: {answer.stderr.strip()}", "reinstall it")
-    return Finding("compiler", "ok", f"{path}: {answer.stdout.splitlines()[0]}")
-
-
-def cache() -> Finding:
-    try:
-        folder = config.environment().cache
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-        free = shutil.disk_usage(folder).free / config.GIB
-    except (OSError, ConfigError) as error:
-        return Finding("cache folder", "problem", str(error), "set MSTAR_CACHE to a folder that can be written")
-    return Finding("cache folder", "ok", f"{folder}, {free:.1f} GiB free")
-
-
-def shared_memory() -> Finding:
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError as error:
-        return Finding("shared memory", "note", str(error), "mount /dev/shm; workers in other processes need it")
-    if free < SHARED_MEMORY_BYTES:
-        remedy = "enlarge /dev/shm (in containers: --shm-size 1g); workers in other processes need it"
-        return Finding("shared memory", "note", f"{free / 2**20:.0f} MiB free in /dev/shm", remedy)
-    return Finding("shared memory", "ok", f"{free / config.GIB:.1f} GiB free in /dev/shm")
-
-
-def address(host: str, *, port: int) -> Finding:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(where)
-    except (OSError, OverflowError) as error:
-        return Finding(
-            "address", "problem", f"{host}:{port}: {error}", "free it, or choose others with --host and --port"
+    plugins = [
+        Check(
+            f"plugin {plugin.name}",
+            partial(_plugin, plugin.name, found=f"{plugin.distribution} {plugin.version}"),
+            f"pip install --upgrade {plugin.distribution}",
         )
-    return Finding("address", "ok", f"{host}:{port} is free")
+        for plugin in loader.installed()
+    ]
+    shared = "enlarge /dev/shm (in containers: --shm-size 1g); workers in other processes need it"
+    return [
+        Check("mstar", _versions, "pip install --upgrade mstar-core"),
+        Check("torch", _torch, "pip install --force-reinstall torch"),
+        Check("device", _device, "install a driver that fits, or go on with --device cpu", is_vital=False),
+        Check("attention", _attention, "pip install 'mstar-core[cuda]'", is_vital=False),
+        *(plugins or [Check("plugins", partial(options.choose_plugin, None), "pip install mstar-plugin-NAME")]),
+        Check("compiler", _compiler, "install g++ or set CXX; attention on a CPU is slow without", is_vital=False),
+        Check("cache folder", _cache, "set MSTAR_CACHE to a folder that can be written"),
+        Check("shared memory", _shared_memory, shared, is_vital=False),
+        Check("address", partial(_address, host, port=port), "free it, or choose others with --host and --port"),
+    ]
+
+
+def _versions() -> str:
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in LIBRARIES)
+    return f"{__version__} in {Path(__file__).parents[1]}, python {platform.python_version()}, {libraries}"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"
+
+
+def _device() -> str:
+    import torch
+
+    if torch.version.cuda and not torch.cuda.is_available():
+        raise ConfigError(f"torch is built for CUDA {torch.version.cuda} but finds no device")
+    return ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) or "cpu"
+
+
+def _attention() -> str:
+    import torch
+
+    return f"flashinfer {metadata.version('flashinfer-python')}" if torch.cuda.is_available() else "our own kernels"
+
+
+def _plugin(name: str, *, found: str) -> str:
+    from mstar.plugin import loader
+
+    loader.load(name)
+    return found
+
+
+def _compiler() -> str:
+    command = [config.environment().compiler, "--version"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return f"{command[0]}: {answer.stdout.splitlines()[0]}"
+
+
+def _cache() -> str:
+    folder = config.environment().cache
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        return f"{folder}, {shutil.disk_usage(folder).free / config.GIB:.1f} GiB free"
+
+
+def _shared_memory() -> str:
+    free = shutil.disk_usage("/dev/shm").free
+    if free < SHARED_MEMORY_BYTES:
+        raise ConfigError(f"{free / 2**20:.0f} MiB free in /dev/shm")
+    return f"{free / config.GIB:.1f} GiB free in /dev/shm"
+
+
+def _address(host: str, *, port: int) -> str:
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        probe.bind(where)
+    return f"{host}:{port} is free"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,21 +15,7 @@ from mstar.errors import ConfigError
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-REPEATABLE = ("served_model_name", "parts")
-
-
-class _Value(click.ParamType):
-    """A value read by its flag's own parser, as in configuration files."""
-
-    def __init__(self, flag: Flag) -> None:
-        self.flag = flag
-        self.name = flag.parse.__name__.lstrip("_")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self.flag.parse(value)
-        except ValueError as error:
-            self.fail(f"{value!r}: {error}", param, ctx)
+NO_PLUGIN = "no plugin is installed; install one, such as with 'pip install mstar-plugin-NAME'"
 
 
 def settings(kind: type[Any], *, without: Collection[str] = ()) -> Callable[[Decorated], Decorated]:
@@ -37,28 +24,36 @@ def settings(kind: type[Any], *, without: Collection[str] = ()) -> Callable[[Dec
     def decorate(command: Decorated) -> Decorated:
         for name, flag in reversed(config.flags(kind).items()):
             if name not in without:
-                command = click.option(*_spelling(name, flag), **_attributes(kind, name, flag))(command)
+                spelling = f"{flag.name}/--no-{flag.key}" if flag.is_switch else flag.name
+                kind_of_value = None if flag.is_switch else flag.parse.__name__.strip("_").upper()
+                command = click.option(
+                    spelling,
+                    name,
+                    type=bool if flag.is_switch else str,
+                    default=None,
+                    multiple=flag.is_repeatable,
+                    callback=partial(_read, flag),
+                    metavar=None
+                    if flag.is_switch
+                    else "|".join(flag.choices) or flag.parse.__name__.strip("_").upper(),
+                    help=f"{flag.help}  [default: {config.default_text(kind, name)}]",
+                )(command)
         return command
 
     return decorate
 
 
-def _spelling(name: str, flag: Flag) -> tuple[str, str]:
-    return (f"{flag.name}/--no-{flag.key}" if flag.is_switch else flag.name), name
+def only(kind: type[Any], name: str) -> Callable[[Decorated], Decorated]:
+    """Add the option of one setting of a configuration class."""
+    return settings(kind, without=config.flags(kind).keys() - {name})
 
 
-def _attributes(kind: type[Any], name: str, flag: Flag) -> dict[str, Any]:
-    usual = flag.default_text
-    if not usual and name not in REPEATABLE:
-        value = config.default(kind, name)
-        usual = ("on" if value else "off") if flag.is_switch else flag.shown(value)
-    attributes: dict[str, Any] = {"default": None, "help": f"{flag.help}  [default: {usual}]" if usual else flag.help}
-    if name in REPEATABLE:
-        attributes |= {"multiple": True, "type": str, "metavar": "PART=PATH" if name == "parts" else "NAME"}
-    elif not flag.is_switch:
-        attributes["type"] = _Value(flag)
-        attributes["metavar"] = "|".join(flag.choices) or None
-    return attributes
+def _read(flag: Flag, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """A value read by its flag's own parser, as in configuration files."""
+    try:
+        return None if value in (None, ()) else flag.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r}: {error}", ctx, param) from error
 
 
 config_option = click.option(
@@ -69,30 +64,15 @@ config_option = click.option(
     help="YAML file of these settings, 'flag-name: value' a line; flags given here win over it",
 )
 
-log_level_option = settings(
-    config.ServerConfig, without=[n for n in config.flags(config.ServerConfig) if n != "log_level"]
-)
-
 
 def collect(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
-    """Settings by field name, from flags (None or () where absent) and a file. ConfigError for a key not in `given`."""
+    """Settings by field name, from flags (None where absent) and a file. ConfigError for a key not in `given`."""
     found = config.load_config_file(file) if file else {}
-    for name in found:
-        if name not in given:
-            command = click.get_current_context().info_name
-            key = (config.flags(config.EngineConfig) | config.flags(config.ServerConfig))[name].key
-            raise ConfigError(f"--config {file}: {key!r} has no meaning for 'mstar {command}'; remove it")
-    for name, value in given.items():
-        if value is None or value == ():
-            continue
-        if name in REPEATABLE:
-            flag = config.flags(config.EngineConfig)[name]
-            try:
-                value = flag.parse(value)
-            except ValueError as error:
-                raise click.BadParameter(f"{' '.join(value)!r}: {error}", param_hint=flag.name) from error
-        found[name] = value
-    return found
+    for name in (name for name in found if name not in given):
+        key = (config.flags(config.EngineConfig) | config.flags(config.ServerConfig))[name].key
+        command = click.get_current_context().info_name
+        raise ConfigError(f"--config {file}: {key!r} has no meaning for 'mstar {command}'; remove it")
+    return found | {name: value for name, value in given.items() if value is not None}
 
 
 def choose_plugin(name: str | None) -> str:
@@ -103,7 +83,7 @@ def choose_plugin(name: str | None) -> str:
         return name
     names = sorted({plugin.name for plugin in loader.installed()})
     if not names:
-        raise ConfigError("no plugin is installed; install one, such as with 'pip install mstar-plugin-NAME'")
+        raise ConfigError(NO_PLUGIN)
     if len(names) > 1:
         raise ConfigError(f"--plugin is missing and {len(names)} plugins are installed; give one of {', '.join(names)}")
     click.echo(f"using plugin {names[0]!r}, the only one installed", err=True)

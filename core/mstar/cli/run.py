@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from mstar import config
 from mstar.cli import options
@@ -32,7 +33,7 @@ _SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions
     metavar="DIR", help="folder for result.json, tensors and media",
 )  # fmt: skip
 @options.settings(config.EngineConfig, without=_SERVER_ONLY)
-@options.log_level_option
+@options.only(config.ServerConfig, "log_level")
 @options.config_option
 def run(
     request_file: str | None,
@@ -47,13 +48,10 @@ def run(
 ) -> None:
     """Answer one request and write result.json, tensors.safetensors and media files."""
     request, base = _request(request_file, text)
-    if task is not None:
-        request["task"] = task
-    if seed is not None:
-        request["seed"] = seed
+    request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
     more = _params(params) | ({} if voice is None else {"voice": voice})
     if more:
-        request["params"] = {**(request.get("params") or {}), **more}
+        request["params"] = (request.get("params") or {}) | more
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)
     settings["plugin"] = options.choose_plugin(settings.get("plugin"))
@@ -76,11 +74,9 @@ def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         raise click.BadParameter(f"{file}: {error.strerror}", param_hint="--request") from error
     try:
-        request = json.loads(content)
-    except ValueError as error:
-        raise RequestError(f"--request {file}: not JSON: {error}") from error
-    if not isinstance(request, dict):
-        raise RequestError(f"--request {file}: a request is a JSON object, not a {type(request).__name__}")
+        request = msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise RequestError(f"--request {file}: not JSON of a request ({error}); a request is a JSON object") from error
     return request, Path.cwd() if file == "-" else Path(file).absolute().parent
 
 

@@ -16,6 +16,8 @@ from mstar.errors import ConfigError, PluginError
 if TYPE_CHECKING:
     from mstar.plugin.loader import InstalledPlugin
 
+_LISTS = ("tasks", "modalities_in", "modalities_out", "endpoints")
+_COLUMNS = ("name", "version", "distribution", "tasks", "modalities_in", "modalities_out", "checkpoint", "error")
 _SUFFIXES = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid"}
 
 
@@ -30,20 +32,16 @@ def plugins(as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     if not rows:
-        click.echo("no plugin is installed; install one, such as with 'pip install mstar-plugin-NAME'")
+        click.echo(options.NO_PLUGIN)
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "version", "distribution", "tasks", "in", "out", "checkpoint")
+    columns = [name for name in _COLUMNS if any(name in row for row in rows)]
+    table = Table(*(name.replace("modalities_", "") for name in columns))
     for row in rows:
-        if "error" in row:
-            table.add_row(row["name"], row["version"], row["distribution"], f"broken: {row['error']}")
-        else:
-            table.add_row(
-                row["name"], row["version"], row["distribution"], ", ".join(row["tasks"]),
-                ", ".join(row["modalities_in"]), ", ".join(row["modalities_out"]), row["checkpoint"],
-            )  # fmt: skip
+        cells = (row.get(name, "") for name in columns)
+        table.add_row(*(cell if isinstance(cell, str) else ", ".join(cell) for cell in cells))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
@@ -55,18 +53,12 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
         spec = loader.load(plugin.name).spec
     except (ConfigError, PluginError) as error:
         return row | {"error": str(error)}
-    return row | {
-        "description": spec.description,
-        "checkpoint": spec.checkpoint,
-        "tasks": list(spec.tasks),
-        "modalities_in": list(spec.modalities_in),
-        "modalities_out": list(spec.modalities_out),
-        "endpoints": list(spec.endpoints),
-    }
+    texts = {name: getattr(spec, name) for name in ("description", "checkpoint")}
+    return row | texts | {name: list(getattr(spec, name)) for name in _LISTS}
 
 
 @click.command()
-@options.settings(config.EngineConfig, without=[n for n in config.flags(config.EngineConfig) if n != "plugin"])
+@options.only(config.EngineConfig, "plugin")
 @click.option("--model", help="draw for this checkpoint: a folder, a hub id or 'tiny'  [default: the published one]")
 @click.option(
     "--format", "style", type=click.Choice(["text", "mermaid", "svg"]), help="[default: by FILE's suffix, else text]"

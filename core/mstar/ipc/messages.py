@@ -42,7 +42,10 @@ class Begin(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StopAt(Struct, tag=True, frozen=True, kw_only=True):
-    """End the loops of one item: the client's side found a stop string at emission `index` of `path`."""
+    """End the dynamic loops of one item after their iteration: the client's side found a stop string.
+
+    What comes out meanwhile is cut there, by token index.
+    """
 
     request_id: str
     path: Path

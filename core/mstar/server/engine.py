@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, RequestError
@@ -56,9 +56,11 @@ class RequestHandle:
         # Filled by the engine.
         self.submitted = time.monotonic()
         self.first_output: float | None = None
-        self.work: asyncio.Queue[Work] = asyncio.Queue()
-        self.serving: asyncio.Task[None] | None = None
-        self._request: Request | None = None
+        self.encoding: asyncio.Task[None] | None = None
+        self._request: Request | None = None  # once it is encoded, as is `decoding`
+        self.decoding: Decoding | None = None
+        self.work: list[Work] = []  # for `decoding`
+        self.is_decoding = False  # or about to
 
     @property
     def request(self) -> Request:
@@ -95,16 +97,16 @@ class RequestHandle:
 
     # -- for the engine --------------------------------------------------------------------------------------
 
-    def accept(self, request: Request) -> None:
-        self._request = request
+    def accept(self, request: Request, decoding: Decoding) -> None:
+        self._request, self.decoding = request, decoding
         self._changed.set()
 
     def put(self, chunks: list[Chunk]) -> None:
         self._chunks.extend(chunks)
         self._changed.set()
 
-    def finish(self, *, result: Result | None = None, error: RequestError | None = None) -> None:
-        self.result, self.error = result, error
+    def finish(self, *, result: Result | None, error: RequestError | None) -> None:
+        self.result, self.error, self.work = result, error, []
         self._changed.set()
 
 
@@ -144,7 +146,7 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="mstar-encode")
         self._decode_pool = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mstar-decode")
-        self._to_decode: list[tuple[Decoding, list[Work], asyncio.Future[Decoded]]] = []
+        self._to_decode: list[RequestHandle] = []
         self._num_trips = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -215,7 +217,7 @@ class Engine:
         handle = RequestHandle(f"gen-{uuid.uuid4().hex}", abort=self._abort)
         self._apply(self.state.submit(handle.id, session=wire.session, now=handle.submitted))
         self._handles[handle.id] = handle
-        handle.serving = self._spawn(self._serve(handle, wire))
+        handle.encoding = self._spawn(self._take_in(handle, wire))
         try:
             await handle.encoded()
         except asyncio.CancelledError:
@@ -227,8 +229,8 @@ class Engine:
         """Delete a session. Raises RequestError: 404, 409 or 410."""
         self._apply(self.state.close_session(name, now=time.monotonic()))
 
-    async def _serve(self, handle: RequestHandle, wire: GenerateRequest) -> None:
-        """A request's life: it is encoded, then what comes of it is decoded to the end. Cancelled if it fails."""
+    async def _take_in(self, handle: RequestHandle, wire: GenerateRequest) -> None:
+        """Encode a request and queue it. Cancelled if the request is over before."""
         with attributed(f"request {handle.id}: taking it in", fail=lambda error: self._fail(handle, error)):
             seed, resumed = self._seeds.getrandbits(63), self.state.is_resumed(handle.id)
             request, encoded, decoding = await _in_thread(
@@ -236,12 +238,7 @@ class Engine:
             )
             self._apply(self.state.encoded(request, encoded, now=time.monotonic()))
             if not handle.is_over:
-                handle.accept(request)
-            while not handle.is_over:
-                work = [await handle.work.get()]
-                while not handle.work.empty():
-                    work.append(handle.work.get_nowait())
-                self._deliver(handle, await self._decoded(decoding, work))
+                handle.accept(request, decoding)
 
     def _encode(
         self, wire: GenerateRequest, *, request_id: str, seed: int, resumed: bool
@@ -252,25 +249,39 @@ class Engine:
         tensors = self.spec.tasks[request.task].tensors_out
         return request, encoded, Decoding(self._processor, request=request, encoded=encoded, tensors_out=tensors)
 
-    async def _decoded(self, decoding: Decoding, work: list[Work]) -> Decoded:
-        if any(isinstance(item, RunStep) for item in work):  # may be slow: no other request waits for it
-            return cast(Decoded, await _in_thread(self._encode_pool, decoding.run, work))
-        done: asyncio.Future[Decoded] = asyncio.get_running_loop().create_future()
-        self._to_decode.append((decoding, work, done))
-        if self._num_trips < _DECODE_THREADS:
-            self._num_trips += 1
-            self._spawn(self._decode())
-        return await done
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    def _decode_soon(self, handle: RequestHandle) -> None:
+        """Put a request that has work on the list for the next trip, unless it is there or away already."""
+        if handle.work and not handle.is_decoding:
+            handle.is_decoding = True
+            self._to_decode.append(handle)
+            if self._num_trips < _DECODE_THREADS:
+                self._num_trips += 1
+                self._spawn(self._decode())
 
     async def _decode(self) -> None:
-        """Decode what has gathered, of all requests in one trip to a thread: a trip costs more than most decoding."""
-        while self._to_decode:
-            batch, self._to_decode = self._to_decode, []
-            found = await _in_thread(self._decode_pool, lambda batch: [d.run(work) for d, work, _ in batch], batch)
-            for (_, _, done), decoded in zip(batch, found, strict=True):
-                if not done.cancelled():
-                    done.set_result(decoded)
-        self._num_trips -= 1
+        """Decode what has gathered, of all requests together: a trip to a thread costs more than most decoding."""
+        try:
+            while self._to_decode:
+                handles, self._to_decode = self._to_decode, []
+                slow = [handle for handle in handles if any(isinstance(item, RunStep) for item in handle.work)]
+                for handle in slow:  # the others do not wait for it
+                    self._spawn(self._trip([handle], self._encode_pool))
+                await self._trip([handle for handle in handles if handle not in slow], self._decode_pool)
+        finally:
+            self._num_trips -= 1
+
+    async def _trip(self, handles: list[RequestHandle], pool: ThreadPoolExecutor) -> None:
+        batch = [(handle.decoding, handle.work) for handle in handles if handle.decoding is not None]
+        for handle in handles:
+            handle.work = []
+        found = await _in_thread(pool, lambda: [decoding.run(work) for decoding, work in batch])
+        for handle, decoded in zip(handles, found, strict=True):
+            handle.is_decoding = False
+            if not handle.is_over:
+                self._deliver(handle, decoded)
+                self._decode_soon(handle)
 
     def _deliver(self, handle: RequestHandle, decoded: Decoded) -> None:
         now = time.monotonic()
@@ -299,7 +310,8 @@ class Engine:
             elif isinstance(action, End) and action.error is not None:
                 self._forget(handle, error=action.error)
             else:
-                handle.work.put_nowait(action)
+                handle.work.append(action)
+                self._decode_soon(handle)
 
     def _abort(self, handle: RequestHandle) -> None:
         self._fail(handle, RequestError("the request was aborted", status=499, code="aborted"))
@@ -317,8 +329,8 @@ class Engine:
             return
         handle.finish(result=result, error=error)
         del self._handles[handle.id]
-        if error is not None and handle.serving is not None:
-            handle.serving.cancel()
+        if handle.encoding is not None:
+            handle.encoding.cancel()
 
 
 async def _in_thread(pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

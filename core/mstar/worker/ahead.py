@@ -17,7 +17,10 @@ from mstar.worker.state import Batched, Cursor, Row, Work
 
 
 def look_ahead(step: Step, scheduler: Scheduler) -> None:
-    """Queue the predicted next work of every task of a launched step."""
+    """Queue the predicted next work of every task of a launched step.
+
+    Not where the next method's `prepare` could read host state that this step's finish has yet to change.
+    """
     for index, work in enumerate(step.batch.works):
         cursor = work.cursor
         if work.is_rebuild or not work.is_last or work.request.is_dead or cursor.work is not work:
@@ -49,6 +52,9 @@ def _predict(cursor: Cursor, work: Work, step: Step, scheduler: Scheduler, *, in
     if found is None:
         return None
     op, iteration, absent = found
+    module = scheduler.modules[op.key[0]]
+    if module.node.host_state is not None and op.method.name in module.prepare:
+        return None
     inputs = _inputs(cursor, op, work, step, index=index, absent=absent)
     if inputs is None:
         return None

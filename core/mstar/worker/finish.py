@@ -40,15 +40,26 @@ class Step:
 
 
 def finish(step: Step, modules: Modules) -> Finished:
-    """What the works of a step gave. Works that ended meanwhile leave no trace."""
+    """What the works of a step gave. Works that ended meanwhile leave no trace.
+
+    An error of the device that shows only now cannot be attributed: every work of the step fails with it.
+    """
+    for work in step.batch.works:
+        work.scope.tenant.in_flight -= 1
+        work.undo = None
+    try:
+        return _finish(step, modules)
+    except Exception as error:  # noqa: BLE001  # attributed to the requests of the step
+        return Finished(failed=[(work, explain(error)) for work in step.batch.works])
+
+
+def _finish(step: Step, modules: Modules) -> Finished:
     works, result = step.batch.works, Finished()
     module, method = modules[step.batch.key[0]], works[0].op.method
     _learn(step, module)
     ending: list[tuple[int, Work]] = []
     is_ragged = any(port.layout == "tokens" for port in method.outputs)
     for i, work in enumerate(works):
-        work.scope.tenant.in_flight -= 1
-        work.undo = None
         if work.is_cancelled or work.request.is_dead:
             continue
         if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:

@@ -6,6 +6,7 @@ worker's thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from mstar.plugin.graph import Alias, Drop, Fork
 from mstar.plugin.spec import ModelSpec
 from mstar.plugin.states import RequestView
 from mstar.types import Path
-from mstar.worker.modules import Modules
+from mstar.worker.modules import Modules, draw_name
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Lane, RequestState, Scope, Tenant
 
@@ -35,6 +36,7 @@ class Holdings:
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
         self.sessions: dict[str, dict[str, Scope]] = {}
+        self.latest = -math.inf  # arrivals are made distinct, or of two tenants neither could make room for the other
         scheduler.tenants = self.tenants
         scheduler.requests = self.requests
 
@@ -45,12 +47,13 @@ class Holdings:
         params = msgspec.convert(info.params, self.spec.tasks[info.task].params)
         kept = self.sessions.pop(info.session, {}) if info.session is not None else {}
         view = RequestView(info.task, info.outputs, params, info.fields, info.session, bool(kept))
-        request = self.requests[info.request_id] = RequestState(info, view, kept_scopes=kept)
+        self.latest = max(info.arrival, math.nextafter(self.latest, math.inf))
+        request = self.requests[info.request_id] = RequestState(info, view, self.latest, kept_scopes=kept)
         request.runtime_s = self.scheduler.fair_share_s
         for scope in kept.values():
             scope.request = scope.tenant.request = request
             scope.draw_key = draw_key(info.seed, scope.path, "noise")
-            scope.tenant.order = (info.arrival, -1)
+            scope.tenant.order = (request.arrival, -1)
             request.tenants[-1] = scope.tenant
 
     def close(self, request: RequestState) -> None:
@@ -87,7 +90,10 @@ class Holdings:
         """A new scope of a lane."""
         request = lane.request
         tenant = request.tenant(path)
-        scope = Scope(path, request, tenant, draw_key(request.info.seed, path, "noise"))
+        ordinal = request.num_scopes.get((lane.name, path), 0)
+        request.num_scopes[(lane.name, path)] = ordinal + 1
+        key = draw_key(request.info.seed, path, draw_name("noise", ordinal))
+        scope = Scope(path, request, tenant, key, ordinal)
         tenant.scopes.append(scope)
         return scope
 

@@ -80,7 +80,7 @@ class Sequence:
     @property
     def history(self) -> list[int] | None:
         """Token ids from which every token can be rewritten; None if there is more to it than ids."""
-        return self.ids if len(self.ids) >= self.length and not self.spans else None
+        return self.ids if len(self.ids) >= self.length and not self.spans and not self.jumps else None
 
     @property
     def num_pending(self) -> int:

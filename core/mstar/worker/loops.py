@@ -13,17 +13,20 @@ from mstar.worker.state import Cursor, Frame, Work, plain
 
 
 def start_loop(cursor: Cursor, op: LoopStart) -> None:
+    """Enter a loop, or go on behind it if it has nothing to run."""
     limit = _number(cursor, op.limit)
     frame = Frame(op, limit, collected={source: [] for source, _ in op.collect})
     budget = budget_left(cursor, op)
-    if limit is not None and limit <= 0 or budget is not None and budget <= 0:
-        leave_loop(cursor, frame, "length")
+    stop = cursor.lane.stops.get(cursor.scope.path) if op.dynamic else None
+    if stop is not None or (limit is not None and limit <= 0) or (budget is not None and budget <= 0):
+        leave_loop(cursor, frame, stop or "length")
         return
     cursor.loops.append(frame)
     cursor.pc += 1
 
 
 def end_iteration(cursor: Cursor, op: LoopEnd) -> None:
+    """Collect, count, and turn or leave."""
     frame = cursor.loops[-1]
     for source, values in frame.collected.items():
         values.append(cursor.env.get(source))
@@ -37,12 +40,12 @@ def end_iteration(cursor: Cursor, op: LoopEnd) -> None:
     if frame.reason is None:
         cursor.pc = op.body
     else:
+        cursor.loops.pop()
         leave_loop(cursor, frame, frame.reason)
 
 
 def leave_loop(cursor: Cursor, frame: Frame, reason: str) -> None:
-    if frame in cursor.loops:
-        cursor.loops.pop()
+    """Go on behind a loop that the cursor is not in any more."""
     if frame.op.dynamic and reason != "end":
         cursor.reason = reason
     for source, target in frame.op.collect:
@@ -52,6 +55,7 @@ def leave_loop(cursor: Cursor, frame: Frame, reason: str) -> None:
 
 
 def budget_left(cursor: Cursor, op: LoopStart) -> int | None:
+    """Iterations that the request's budget for this loop still allows; None: it has none."""
     request = cursor.lane.request
     if op.budget is None or op.budget not in request.info.fields:
         return None
@@ -76,15 +80,15 @@ def fork_length(cursor: Cursor, step: Fork | Alias | Drop) -> Any:
 
 
 def mark_ends(cursor: Cursor, op: Run, work: Work) -> None:
-    """Mark the loops that this work ends: by `stop`, or because a stream has given its final chunk."""
-    if work.stop_reason is None and not op.receives and not work.request.stops:
+    """Mark the loops that this work ends: by `stop`, from the client's side, or at a stream's end."""
+    stop = work.stop_reason or cursor.lane.stops.get(work.path)
+    if stop is None and not op.receives:
         return
     frame = innermost_dynamic(cursor)
     if frame is None:
         return
-    reason = work.stop_reason or work.request.stops.pop(work.path, None)
-    if reason is not None:
-        frame.reason = reason
+    if stop is not None:
+        frame.reason = stop
     for port, stream in op.receives:
         chunk = work.chunks.get(port)
         if chunk is not None and chunk.final and stream.name in frame.op.streams:

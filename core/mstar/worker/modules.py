@@ -87,6 +87,11 @@ def model_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
+def draw_name(name: str, ordinal: int) -> str:
+    """What a scope draws by: an item of a later round of the same Each draws other numbers than the first."""
+    return f"{name}#{ordinal}" if ordinal else name
+
+
 class Modules:
     """All modules of one worker, by name."""
 
@@ -224,7 +229,7 @@ class Modules:
         if prompts and isinstance(prompts[0], list | tuple):
             prompts = prompts[scope.path[0] if scope.path else 0]
         params = info.samplers.get(name, SamplingParams())
-        return params, draw_key(info.seed, scope.path, name), list(prompts)
+        return params, draw_key(info.seed, scope.path, draw_name(name, scope.ordinal)), list(prompts)
 
     def fork(self, module: str, source: Sequence, *, at: Any = None) -> Sequence:
         """A copy-on-write fork, cut to `at`: a length, or (length, position)."""

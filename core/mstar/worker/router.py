@@ -56,7 +56,12 @@ class Router:
     def handle(self, message: Any) -> None:
         """One message from the engine. Messages about requests that have ended meanwhile are ignored."""
         if isinstance(message, Open):
-            self.holdings.open(message)
+            try:
+                self.holdings.open(message)
+            except Exception as error:  # attributed to the request
+                log.exception("request %s cannot be opened", message.request_id)
+                text = f"{type(error).__name__}: {error}"
+                self.output.messages.append(Failed(request_id=message.request_id, message=text))
         elif isinstance(message, DropSession):
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
@@ -108,19 +113,18 @@ class Router:
         return next((x for x in request.lanes.values() if x.program is program and not x.is_over), None)
 
     def _stop_at(self, request: RequestState, message: StopAt) -> None:
-        waiting = {work.cursor for work in self.scheduler.works() if work.request is request and work.cursor}
-        found = [c for c in waiting if c.scope.path == message.path and not c.lane.is_fed and c.ahead is None]
-        if not found:
-            request.stops[message.path] = message.reason  # its work is running
-        for cursor in found:
-            if not cursor.loops or cursor.work is None:
-                continue
-            self.scheduler.cancel(cursor.work)
-            cursor.work = None
-            frame = cursor.loops[0]
-            del cursor.loops[1:]
-            leave_loop(cursor, frame, message.reason)
-            self.advance(cursor)
+        for lane in request.lanes.values():
+            if not lane.is_fed and not lane.is_over:
+                lane.stops[message.path] = message.reason
+        for work in [w for w in self.scheduler.works() if w.request is request and w.path == message.path]:
+            cursor = work.cursor
+            frame = next((f for f in reversed(cursor.loops) if f.op.dynamic), None) if cursor else None
+            if frame is not None and work is cursor.work and not cursor.lane.is_fed:  # not running: end it at once
+                self.scheduler.cancel(work)
+                cursor.work = None
+                del cursor.loops[cursor.loops.index(frame) :]
+                leave_loop(cursor, frame, message.reason)
+                self.advance(cursor)
 
     def fail(self, request: RequestState, error: Exception) -> None:
         """End one request with its own error."""
@@ -161,9 +165,9 @@ class Router:
                 self._start(consumer, path, groups=groups, env=cursor.env)
 
     def _mirror(self, lane: Lane, group: EachGroup) -> EachGroup:
-        if id(group) not in lane.groups:
-            lane.groups[id(group)] = EachGroup(group.size)
-        return lane.groups[id(group)]
+        if group not in lane.groups:
+            lane.groups[group] = EachGroup(group.size)
+        return lane.groups[group]
 
     def _buffer(self, request: RequestState, name: str, path: Path) -> StreamBuffer:
         key = (name, path)
@@ -365,10 +369,10 @@ class Router:
 
     def _end_scope(self, cursor: Cursor, *, feeds: Iterable[str], emits: Iterable[str]) -> None:
         """An item, or a whole walk, has ended: its streams close, its output is final, what it held is free."""
-        request, path = cursor.lane.request, cursor.scope.path
+        path = cursor.scope.path
         self._close_streams(cursor, feeds)
         if cursor.reason is not None:
-            request.reasons[".".join(map(str, path))] = cursor.reason
+            cursor.lane.reasons[".".join(map(str, path))] = cursor.reason
         for name in sorted(emits):
             self.output.emit(cursor, name, final=True, reason=cursor.reason)
         self.output.item_ended(cursor.groups)
@@ -409,7 +413,7 @@ class Router:
                 lane=lane.name,
                 walk=lane.program.walk,
                 outputs={name: self._output(lane, name) for name in lane.program.outputs},
-                reasons=dict(request.reasons),
+                reasons=dict(lane.reasons),
                 counters=dict(request.counters),
                 counts=dict(request.counts),
             )

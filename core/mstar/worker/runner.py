@@ -7,7 +7,6 @@ by task to find whose fault it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ Draws = list[tuple[str, Tensor, Tensor]]
 """(sampler, rows, ids) of every `ctx.sample` of a step."""
 
 _EMPTY_PLAN = Plan()
-_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 class Runner:
@@ -50,10 +48,12 @@ class Runner:
     def run(self, batch: Batch) -> Finished:
         """Run a batch to the end, isolating failures."""
         try:
-            return finish(self.launch(batch), self.modules)
+            step = self.launch(batch)
         except Exception as error:  # noqa: BLE001  # attributed to a request, once it is alone
             if len(batch.works) == 1:
                 return Finished(failed=[(batch.works[0], explain(error))])
+        else:
+            return finish(step, self.modules)
         result = Finished()
         for work in batch.works:
             work.stop_reason, work.error, work.counts = None, None, {}
@@ -73,6 +73,7 @@ class Runner:
         method = works[0].op.method
         plan = self._prepare(module, method_name, works)
         layout = _BatchLayout(method, works, align=self.align)
+        self._check_plan(batch, plan, layout)
         draws: Draws = []
         context = self._context(module, method, works, plan, layout, draws)
         inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
@@ -101,6 +102,14 @@ class Runner:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
         with module.timed(method):
             return hook(works) or _EMPTY_PLAN
+
+    @staticmethod
+    def _check_plan(batch: Batch, plan: Plan, layout: _BatchLayout) -> None:
+        where = ".".join(batch.key)
+        if plan.advance is not None and len(plan.advance) != len(batch.works):
+            raise PluginError(f"{where}: Plan.advance has {len(plan.advance)} entries for {len(batch.works)} tasks")
+        if plan.positions is not None and plan.positions.shape[0] != layout.starts[-1]:
+            raise PluginError(f"{where}: Plan.positions has {plan.positions.shape[0]} rows; {layout.starts[-1]} tokens")
 
     def _context(
         self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, draws: Draws
@@ -194,7 +203,7 @@ class Runner:
             context.present[port.name] = torch.tensor(present, device=self.device)
             if all(is_absent):
                 return None
-            example = torch.zeros_like(next(plain(v) for v in values if v is not None))
+            example = torch.zeros_like(torch.as_tensor(next(plain(v) for v in values if v is not None)))
             values = [example if v is None else v for v in values]
         elif port.optional:
             context.present[port.name] = torch.ones(layout.num_rows, dtype=torch.bool, device=self.device)
@@ -272,13 +281,10 @@ class Runner:
         for i, work in enumerate(works):
             assert work.sequence is not None
             ids: list[int] | None = None
-            spans: Sequence[tuple[int, int, bytes]] = ()
             if ragged and work.ids is not None:
                 ids = work.ids[work.token_start : work.token_start + work.num_tokens]
-                names = dict(work.op.inputs)
-                spans = work.request.info.content_keys.get(names.get(kv.ids or "", ""), ())
             advance = plan.advance[i] if plan.advance is not None else None
-            pool.commit(work.sequence, work.num_tokens, ids=ids, spans=spans, advance=advance)
+            pool.commit(work.sequence, work.num_tokens, ids=ids, spans=work.content, advance=advance)
 
     @staticmethod
     def _undo(module: Module, draws: Draws, saved: Any, rows: Tensor) -> None:

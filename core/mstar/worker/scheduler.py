@@ -75,7 +75,7 @@ class Scheduler:
             work.total = _num_tokens(work)
         if op.free_ports:
             values = [plain(inputs[port]) for port in op.free_ports]
-            work.shape_key = [tuple(value.shape) for value in values if value is not None]
+            work.shape_key = [None if value is None else tuple(value.shape) for value in values]
         return work
 
     @staticmethod
@@ -247,19 +247,27 @@ class Scheduler:
         assert kv is not None and sequence is not None
         if kv.ids is None or not kv.write:
             return
+        keys = self._spans(work)
+        if any(not any(k[0] <= start and end <= k[1] for k in keys) for start, end in work.spans or ()):
+            return  # what such a span writes depends on more than the ids before it
         if work.ids is None:
-            ids = plain(work.inputs[kv.ids])
-            work.ids = ids.tolist()
+            work.ids = plain(work.inputs[kv.ids]).tolist()
+            work.content = keys
         module = self.modules[work.key[0]]
         per_token = any(p.layout == "tokens" for p in work.op.method.outputs) and not work.is_rebuild
         if self.config.enable_prefix_caching and sequence.length == 0 and not per_token:
             assert module.pool is not None
-            work.token_start = module.pool.match_prefix(sequence, work.ids, self._spans(work))
+            work.token_start = module.pool.match_prefix(sequence, work.ids, keys)
 
-    def _spans(self, work: Work) -> list[tuple[int, int, bytes]]:
+    @staticmethod
+    def _spans(work: Work) -> list[Any]:
+        """Content keys of a work's ids: of its value, or of its item's."""
         kv = work.op.method.kv
-        names = dict(work.op.inputs)
-        return list(work.request.info.content_keys.get(names.get(kv.ids or "", "") if kv else "", ()))
+        value = dict(work.op.inputs).get(kv.ids or "", "") if kv is not None else ""
+        keys = work.request.info.content_keys.get(value, [])
+        if keys and not isinstance(keys[0][0], int):
+            keys = keys[work.path[0]]
+        return [tuple(key) for key in keys]
 
     def _cut_chunk(self, work: Work, budget: int, *, is_first: bool) -> None:
         """How many of a work's tokens go into this step: never part of a bidirectional span."""
@@ -393,4 +401,7 @@ def _num_tokens(work: Work) -> int:
     }
     if len(set(lengths.values())) != 1:
         raise RequestError(f"{work.op.target}: token inputs differ in length: {lengths}", status=500)
-    return next(iter(lengths.values()))
+    length = next(iter(lengths.values()))
+    if length == 0 and any(port.layout == "rows" for port in work.op.method.outputs):
+        raise RequestError(f"{work.op.target} got no tokens, so it has no last one to go on from; the input is empty")
+    return length

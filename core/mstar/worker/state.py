@@ -73,6 +73,7 @@ class Scope:
         sequences: (module, label) -> sequence; an Alias is a second label of the same one.
         rows: module -> row in its slot pool.
         states: module -> the node's host state.
+        ordinal: how many scopes the lane had at this path before: each draws its own numbers.
         draw_key: for noise, see `layers.sampling.draw_key`.
     """
 
@@ -80,6 +81,7 @@ class Scope:
     request: RequestState
     tenant: Tenant
     draw_key: int
+    ordinal: int = 0
     sequences: dict[tuple[str, str], Sequence] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     saved_rows: dict[str, SavedRow] = field(default_factory=dict)
@@ -197,6 +199,8 @@ class Lane:
         feeders: walks that can still start cursors of this lane.
         groups: a feeding lane's EachGroup -> this lane's own.
         ended: its ended outermost cursors, by path.
+        reasons: path, as "0.2" -> why its last dynamic loop ended.
+        stops: paths whose loops the client's side wants ended -> why.
     """
 
     request: RequestState
@@ -206,8 +210,10 @@ class Lane:
     live: dict[Path, Cursor] = field(default_factory=dict)
     feeders: int = 0
     is_fed: bool = False
-    groups: dict[int, EachGroup] = field(default_factory=dict)
+    groups: dict[EachGroup, EachGroup] = field(default_factory=dict)
     ended: dict[Path, Cursor] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    stops: dict[Path, str] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -217,6 +223,7 @@ class RequestState:
 
     info: Open
     view: RequestView
+    arrival: float
     kept_scopes: dict[str, Scope] = field(default_factory=dict)  # lane -> what its session left
     tenants: dict[int, Tenant] = field(default_factory=dict)
     lanes: dict[str, Lane] = field(default_factory=dict)
@@ -225,8 +232,7 @@ class RequestState:
     counters: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     budgets: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    stops: dict[Path, str] = field(default_factory=dict)  # asked for while the path's work was running
+    num_scopes: dict[tuple[str, Path], int] = field(default_factory=dict)  # (lane, path) -> made so far
     runtime_s: float = 0.0  # its share of measured step time, for fairness
     is_dead: bool = False
 
@@ -234,7 +240,7 @@ class RequestState:
         """The tenant that holds what lies at `path`."""
         item = path[0] if path else -1
         if item not in self.tenants:
-            self.tenants[item] = Tenant(self, (self.info.arrival, item))
+            self.tenants[item] = Tenant(self, (self.arrival, item))
         return self.tenants[item]
 
 
@@ -246,6 +252,7 @@ class Work(Task):
         total: tokens in all its chunks; `num_tokens` are this step's.
         sequence: the KV history it reads or extends.
         row: in the module's slot pool.
+        ids: what it writes, where ids alone tell it, with `content`: the keys of spans they do not tell.
         spans: bidirectional spans of the whole task, (n, 2).
         token_outputs: port -> what earlier chunks gave.
         undo: takes back what a launched step did for this work alone; set by the runner.
@@ -262,6 +269,7 @@ class Work(Task):
     sequence: Sequence | None = None
     row: int = 0
     ids: list[int] | None = None
+    content: list[Any] = field(default_factory=list)
     spans: Any = None
     shape_key: Any = None
     token_outputs: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -31,6 +31,14 @@ class SwappedPages:
     def num_bytes(self) -> int:
         return self.content.nbytes
 
+    def compact(self) -> None:
+        """Give up the pages that no sequence has any more."""
+        used = sorted({i for own in self.indices for i in own})
+        if len(used) < self.content.shape[2]:
+            number = {old: new for new, old in enumerate(used)}
+            self.indices = [[number[i] for i in own] for own in self.indices]
+            self.content = self.content[:, :, used]
+
 
 class SwapSpace:
     """Holds up to `limit_bytes` of swapped pages, over all pools."""
@@ -101,6 +109,7 @@ class SwapSpace:
                 del self._images[image]
             sequence.image = None
             pool.free(sequence)
+            image.compact()
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Assert that exactly the swapped among all live sequences, of all pools, have an image here."""
@@ -109,7 +118,7 @@ class SwapSpace:
         assert set(held) == {sequence for sequence in sequences if sequence.swapped}, "images and sequences disagree"
         for image in self._images:
             used = {i for own in image.indices for i in own}
-            assert used <= set(range(image.content.shape[2])), "a sequence has pages that its image does not hold"
+            assert used == set(range(image.content.shape[2])), "an image holds pages that no sequence has"
             assert all(sequence.image is image for sequence in image.sequences)
         assert self.used_bytes <= self.limit_bytes, "the swap space is over its limit"
 

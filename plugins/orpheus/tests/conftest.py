@@ -281,7 +281,7 @@ def speech() -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def long_text() -> Callable[[int], str]:
     """`long_text(3000)`: prose of about so many characters, the same every time, no two sentences alike."""
-    words = "river stone quiet window morning carries under seven lanterns while distant bells answer slowly again".split()
+    words = "river stone quiet window morning carries under seven lanterns while distant bells answer slowly".split()
 
     def make(num_characters: int) -> str:
         draw, text, number = random.Random(5), "", 0

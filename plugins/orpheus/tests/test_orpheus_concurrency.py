@@ -75,9 +75,7 @@ def lone_runs(served: Any, requests: list[dict[str, Any]], aborts: list[int | No
 
 
 @pytest.fixture(scope="module")
-def alone(
-    serving: Any, tiny_folder: Path, requests: list[dict[str, Any]], aborts: list[int | None]
-) -> dict[int, Any]:
+def alone(serving: Any, tiny_folder: Path, requests: list[dict[str, Any]], aborts: list[int | None]) -> dict[int, Any]:
     with serving(tiny_folder, max_model_len=MAX_MODEL_LEN) as served:
         answers = lone_runs(served, requests, aborts)
         served.assert_clean()

@@ -354,9 +354,7 @@ def test_segments_are_spoken_in_order_and_join_without_clicks(
         assert np.abs(np.diff(around)).max() < 0.02
 
 
-def test_segments_share_one_budget_in_order(
-    tiny_served: Any, speech: Any, long_text: Callable[[int], str]
-) -> None:
+def test_segments_share_one_budget_in_order(tiny_served: Any, speech: Any, long_text: Callable[[int], str]) -> None:
     text = long_text(750)
     params = {**GREEDY, "logit_bias": {str(tiny_served.stop): STOP_EARLY}}
     whole = tiny_served.ask(speech(text, **params))
