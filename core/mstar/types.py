@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 if TYPE_CHECKING:
@@ -186,8 +185,3 @@ class ProgressChunk:
 
 
 Chunk = TextChunk | AudioChunk | ImageChunk | TensorChunk | ProgressChunk
-
-
-def struct_defaults(struct: type[Struct]) -> dict[str, Any]:
-    """Field name -> default of a params struct."""
-    return {f.name: f.default for f in msgspec.structs.fields(struct) if f.default is not msgspec.NODEFAULT}

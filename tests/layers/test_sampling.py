@@ -225,7 +225,7 @@ def test_rows_survive_growing_swapping_and_copying() -> None:
     sample(logits, state, torch.tensor([1]))
     state.restore_row(3, snapshot)
     drawn += [sample(logits, state, torch.tensor([3])).item() for _ in range(2)]
-    state.copy_row(3, 4)
+    state.restore_row(4, state.snapshot_row(3))
     state.clear_row(3)
     drawn += [sample(logits, state, torch.tensor([4])).item() for _ in range(2)]
     assert drawn == expected

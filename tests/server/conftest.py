@@ -147,7 +147,7 @@ class FakeWorker:
         self.is_stopped = False
 
     def run(self) -> None:
-        self.end.send(Ready(plan=[("lm", 0, 0, 1000)], max_model_len=1000))
+        self.end.send(Ready(plan=[("lm", 0, 0, 1000)], max_model_len=2000))
         while not self.is_stopped:
             for message in self.end.receive(0.0 if self.running else 0.5):
                 self.handle(message)

@@ -227,6 +227,8 @@ def test_what_can_never_fit_is_refused_at_once(serving: Callable[..., Any]) -> N
             with pytest.raises(RequestError, match=r"needs up to 1024 tokens .* holds 1000") as caught:
                 await served.engine.submit(wire("x" * 1001))
             assert caught.value.status == 400
+            with pytest.raises(RequestError, match=r"needs up to 2001 tokens .* the limit is 2000; .* --max-model-len"):
+                await served.engine.submit(wire("x" * 2001))
             await served.settled()
 
     run(scenario())

@@ -33,9 +33,7 @@ def settings(kind: type[Any], *, without: Collection[str] = ()) -> Callable[[Dec
                     default=None,
                     multiple=flag.is_repeatable,
                     callback=partial(_read, flag),
-                    metavar=None
-                    if flag.is_switch
-                    else "|".join(flag.choices) or flag.parse.__name__.strip("_").upper(),
+                    metavar="|".join(flag.choices) or kind_of_value,
                     help=f"{flag.help}  [default: {config.default_text(kind, name)}]",
                 )(command)
         return command

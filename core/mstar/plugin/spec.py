@@ -61,7 +61,7 @@ class Limits:
 
     Args:
         max_model_len: most tokens (prompt and output) of one sequence.
-        request_defaults: operator's defaults for params (`--override-generation-config` and the like).
+        request_defaults: an operator's defaults for params; empty so far.
     """
 
     max_model_len: int
@@ -86,7 +86,6 @@ class ModelSpec:
         max_model_len: dotted path of `config -> int`, or None for models without a token limit.
         voices: dotted path of `config -> list of names` for speech models.
         requires_core: PEP 440 specifier of the core versions it works with, such as ">=0.1".
-        trusted_files: further files the spec points to, relative to the plugin's package, checked at load.
     """
 
     name: str

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.ipc import messages
 from mstar.ipc.messages import FromWorker, ToWorker
 from mstar.plugin.graph import Graph
@@ -278,8 +278,16 @@ class EngineState:
     def _check_memory(self, encoded: Encoded) -> None:
         page = self._limits.page_tokens
         needed: Counter[str] = Counter()
+        known = [module for module, _, _, capacity in self.plan or () if capacity]
         for name, tokens in encoded.kv_tokens.items():
-            needed[name.rpartition(".")[0]] += -(-tokens // page) * page
+            module = name.rpartition(".")[0]
+            if module not in known:
+                raise PluginError(f"kv_tokens names {name!r}; modules with KV are {', '.join(known) or 'none'}")
+            if self.max_model_len is not None and tokens > self.max_model_len:
+                message = f"the request needs up to {tokens} tokens in {name!r}; the limit is {self.max_model_len}; "
+                message += "shorten the input or the output, or raise --max-model-len"
+                raise RequestError(message, code="context_length_exceeded")
+            needed[module] += -(-tokens // page) * page
         for module, _, _, capacity in self.plan or ():
             if needed[module] > capacity:
                 message = f"the request needs up to {needed[module]} tokens of KV cache in {module!r}, which holds "

@@ -129,7 +129,7 @@ class Outputs:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._pieces: dict[tuple[str, int, str], list[Output]] = {}  # (kind, index, name) -> in order
+        self._pieces: dict[tuple[int, int, str], list[Output]] = {}  # (place of the kind, index, name) -> in order
 
     def add(self, chunk: Chunk) -> None:
         if isinstance(chunk, ProgressChunk) or (isinstance(chunk, ImageChunk) and chunk.partial):
@@ -137,36 +137,38 @@ class Outputs:
         name = chunk.name if isinstance(chunk, TensorChunk) else ""
         if isinstance(chunk, ImageChunk):
             name = str(len(self._pieces))  # nothing is joined to an image
-        self._pieces.setdefault((_KINDS[type(chunk)], chunk.index, name), []).append(chunk)
+        self._pieces.setdefault(([*_KINDS].index(type(chunk)), chunk.index, name), []).append(chunk)
 
     def joined(self) -> list[Output]:
         """One chunk for each output: texts, audio, images, tensors; each kind in order of index."""
-        kinds = list(_KINDS.values())
-        return [_join(self._pieces[key]) for key in sorted(self._pieces, key=lambda key: (kinds.index(key[0]), key[1]))]
+        return [_join(self._pieces[key]) for key in sorted(self._pieces, key=lambda key: key[:2])]
 
     def as_json(self, result: Result) -> bytes:
         """The result with media and tensors in base64."""
-        return self._render(result, place=inline)
+        return self._render(self.joined(), result, place=inline)
 
     def as_safetensors(self, result: Result) -> bytes:
         """One safetensors body: tensors, samples and pixels, with the JSON result under "result" in its metadata."""
-        files = _Files(self.joined())
-        text = self._render(result, place=files.place)
+        text, files = self._with_files(result)
         return safetensors.torch.save(files.tensors, metadata={"result": text.decode()})
 
     def write(self, folder: Path, result: Result) -> None:
         """Write result.json, tensors.safetensors and media files, with names of our choosing, into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = _Files(self.joined())
-        text = self._render(result, place=files.place)
+        text, files = self._with_files(result)
         safetensors.torch.save_file(files.tensors, folder / "tensors.safetensors")
         for name, data in (files.media | {"result.json": msgspec.json.format(text, indent=2) + b"\n"}).items():
             (folder / name).write_bytes(data)
 
-    def _render(self, result: Result, *, place: Callable[[Output], dict[str, Any]]) -> bytes:
+    def _with_files(self, result: Result) -> tuple[bytes, _Files]:
+        outputs = self.joined()
+        files = _Files(outputs)
+        return self._render(outputs, result, place=files.place), files
+
+    def _render(self, outputs: list[Output], result: Result, *, place: Callable[[Output], dict[str, Any]]) -> bytes:
         """A result as JSON. `place` gives the fields that say where an output's data is."""
         entries = []
-        for chunk in self.joined():
+        for chunk in outputs:
             entry = describe(chunk) | place(chunk)
             if len(result.indices) > 1:
                 reason = result.indices.get(chunk.index, result.finish_reason)

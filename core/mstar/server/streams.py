@@ -84,6 +84,7 @@ class Decoding:
         self._texts: dict[int, TextStream] = {}
         self._sent: set[str] = set()  # names of tensors that were emitted
         self._indices: dict[Path, int] = {}  # item -> the output it gives
+        self._text_of: dict[Path, str] = {}  # item -> the emission that gives its text
 
     def run(self, work: Iterable[Work]) -> Decoded:
         """Do what is next, in order. What the model's Processor raises is in the result, after what came before it."""
@@ -102,8 +103,10 @@ class Decoding:
 
     def _decode(self, emission: Emission, decoded: Decoded) -> None:
         for chunk in self._processor.decode(self._state, emission):
+            if isinstance(chunk, TextChunk):
+                self._text_of[emission.path] = emission.name
             self._take(chunk, path=emission.path, decoded=decoded)
-        if emission.final and emission.path in self._indices:
+        if emission.final and self._text_of.get(emission.path) == emission.name:
             self._flush(self._indices[emission.path], decoded)
 
     def _finish(self, end: Entry, decoded: Decoded) -> None:

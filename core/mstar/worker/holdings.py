@@ -113,6 +113,9 @@ class Holdings:
                 if (module, new) in target.sequences:
                     self.modules.drop(target, (module, new))
                 target.sequences[(module, new)] = self.modules.fork(module, source.sequences[(module, own)], at=at)
+                if target is not source and module in source.rows:
+                    row = self.modules.row(target, module, target.request.info)
+                    self.modules[module].slots.copy_slots(source.rows[module], row)
 
     def kv_step(self, scope: Scope, step: Fork | Alias | Drop, *, at: Any) -> None:
         """Do a walk's Fork, Alias or Drop."""

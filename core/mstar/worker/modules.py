@@ -356,12 +356,14 @@ class Modules:
         tenant.is_swapped = True
 
     def check_integrity(self, scopes: Iterable[Scope]) -> None:
-        """Assert that pools and slots hold exactly what the scopes hold."""
+        """Assert that pools, slots and the swap space hold exactly what the scopes hold."""
         held = list(scopes)
+        sequences: list[Sequence] = []
         for module in self.by_name.values():
             if module.pool is not None:
                 live = {id(s): s for scope in held for s in scope.distinct(module.name)}
                 module.pool.check_integrity(list(live.values()))
-            rows = [scope.rows[module.name] for scope in held if module.name in scope.rows
-                    and module.name not in scope.saved_rows]  # fmt: skip
-            module.slots.check_integrity(rows)
+                sequences += live.values()
+            here = [scope for scope in held if module.name in scope.rows and module.name not in scope.saved_rows]
+            module.slots.check_integrity([scope.rows[module.name] for scope in here])
+        self.swap_space.check_integrity(sequences)

@@ -75,14 +75,10 @@ class SlotPool:
             tensor[row].zero_()
         return row
 
-    def fork(self, row: int) -> int:
-        """A new row that holds what `row` does."""
-        target = self._take()
+    def copy_slots(self, source: int, target: int) -> None:
+        """Let a forked item begin with its parent's slots; its samplers are its own."""
         for tensor in self.tensors.values():
-            tensor[target].copy_(tensor[row])
-        for state in self.samplers.values():
-            state.copy_row(row, target)
-        return target
+            tensor[target].copy_(tensor[source])
 
     def free(self, row: int) -> None:
         """Give a row back."""

@@ -41,6 +41,7 @@ class Worker:
         self.is_stopped = False
         self.is_blocked = False  # work is ready, but all of it waits for memory
         self.num_steps = 0
+        self._checked_at_step = 0  # integrity is checked once at every return to idleness
         self._stats_due_s = 0.0
         self._last_stats: Stats | None = None
 
@@ -112,6 +113,9 @@ class Worker:
         timeout_s = BLOCKED_WAIT_S if self.is_blocked and not is_running else 0.0
         if not self.scheduler.has_work and not is_running:
             timeout_s = IDLE_WAIT_S if self._last_stats == self.stats() else STATS_INTERVAL_S
+            if self.num_steps != self._checked_at_step and not self.router.requests:
+                self._checked_at_step = self.num_steps
+                self._report_leaks()
         for message in self.end.receive(timeout_s):
             if isinstance(message, Shutdown):
                 self.is_stopped = True
@@ -187,6 +191,12 @@ class Worker:
                 for method, (calls, rows, seconds) in module.method_s.items()
             },
         )
+
+    def _report_leaks(self) -> None:
+        try:
+            self.check_integrity()
+        except AssertionError:
+            log.exception("pools and slots do not hold what sessions hold: a leak in the engine; please report it")
 
     def check_integrity(self) -> None:
         """Assert that pools and slots hold exactly what requests and sessions hold."""

@@ -103,13 +103,11 @@ class Codec(Node):
 
         So windows that overlap agree on it, and how a stream was cut into windows is not heard.
         """
-        # What was planned has no rows of padding: they repeat the last one.
-        rows = torch.arange(ctx.num_rows, device=ctx.draw_keys.device).clamp_max(len(ctx.plan["noise_gain"]) - 1)
-        gain, first_frame = ctx.plan["noise_gain"][rows, None], ctx.plan["first_frame"][rows, None]
+        gain, first_frame = ctx.plan["noise_gain"][:, None], ctx.plan["first_frame"][:, None]
         num_blocks = len(self.decoder.block_steps)
         noise = []
         for block, steps in enumerate(self.decoder.block_steps):
-            within = torch.arange(num_frames * steps, device=rows.device)
+            within = torch.arange(num_frames * steps, device=ctx.draw_keys.device)
             counters = (first_frame * steps + within) * num_blocks + block
             noise.append(gain * normal(ctx.draw_keys[:, None], counters))
         return noise

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mstar import launch
-from mstar.config import EngineConfig
+from mstar.config import EngineConfig, ServerConfig
 from mstar.media.audio import to_int16
 from mstar.plugin.spec import Checkpoint
 from mstar.server.app import create_app
@@ -210,7 +210,7 @@ class Served:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             app = create_app(self.engine, root=self.config.model, max_body_bytes=2**20)
-            server = launch.Server(app, self.engine, log_level="warning", drain_timeout_s=5)
+            server = launch.Server(app, self.engine, config=ServerConfig(log_level="warning", drain_timeout_s=5))
             serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), self._loop)
             wait_until(lambda: server.started or serving.done())
             try:

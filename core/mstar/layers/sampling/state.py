@@ -136,10 +136,6 @@ class SamplingState:
         for name, column in self._columns():
             column[row] = _COLUMNS[name][1]
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Make `target` draw what `source` would."""
-        self.restore_row(target, self._take(source))
-
     def snapshot_row(self, row: int) -> RowSnapshot:
         """The row's content on the host."""
         taken = self._take(row)
