@@ -44,7 +44,7 @@ NO_TORCH = ("graph", "states", "spec", "hooks", "loader", "validate", "program",
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
-CORE_LINES = 7000
+CORE_LINES = 8500  # before several processes; see the decision in docs/architecture.md
 
 
 # ---- checkers ---------------------------------------------------------------------------------------------------

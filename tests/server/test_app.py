@@ -140,7 +140,7 @@ def test_models_and_health(serving: Callable[..., Any]) -> None:
         async with listening(serving, served_model_name=("one", "two")) as (client, _):
             models = (await client.get("/v1/models")).json()
             assert models["object"] == "list" and [m["id"] for m in models["data"]] == ["one", "two"]
-            assert (await client.get("/v1/models/two")).json()["max_model_len"] == 1000
+            assert (await client.get("/v1/models/two")).json()["max_model_len"] == 2000
             error_of(await client.get("/v1/models/three"), 404)
             assert (await client.get("/health")).json() == {"status": "ok"}
             assert (await client.post("/v1/generate", json=text("a^"))).status_code == 503
