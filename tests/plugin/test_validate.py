@@ -355,6 +355,14 @@ SEND = DynamicLoop("n", Call("lm.decode", sends={"code": "codes"}), carry=("last
             two_lanes(producer=Sequential(SEND, Each(SEND, over="items"))),
             "all that such a walk receives must come from the same depth",
         ),
+        (
+            two_lanes(producer=Loop(2, Each(SEND, over="items"))),
+            "stream 'codes' is fed by an Each in a loop, or by two: later items find it ended",
+        ),
+        (
+            two_lanes(producer=Sequential(Each(SEND, over="items"), Each(SEND, over="others"))),
+            "stream 'codes' is fed by an Each in a loop, or by two",
+        ),
     ],
 )
 def test_wrong_streams(graph: Graph, message: str) -> None:

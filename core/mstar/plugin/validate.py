@@ -119,8 +119,7 @@ def _check_kv(method: parts.Method, kv: parts.KV, at: _Report) -> None:
     at.require(kv.label, "its KV label is empty")
     at.require_known(kv.attention, ("causal", "full"), "unknown attention")
     at.require(kv.tokens >= 1, f"KV tokens is {kv.tokens}; it must be at least 1")
-    wrong = "KV ids is set, but with attention full what a token writes depends on those after it"
-    at.require(kv.attention == "causal" or kv.ids is None, wrong)
+    at.require(kv.attention == "causal" or kv.ids is None, "KV ids needs attention causal: ids alone must tell a token")
     at.require(kv.write or kv.ids is None, "KV ids is set, but the method writes nothing (write=False)")
     for role, name, layouts, dtypes, wanted in (
         ("spans", kv.spans, ("item",), ("int64",), "item int64, (n, 2)"),
@@ -463,20 +462,16 @@ def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _
             at.require(is_fed or walk not in running, wrong)
 
 
-def _check_items(section: parts.Section, at: _Report, *, in_loop: bool = False) -> None:
+def _check_items(section: parts.Section, at: _Report) -> None:
     """An item's streams live and end with it, so an Each that sends may run once, and alone on its streams."""
-    if isinstance(section, parts.Each) and in_loop:
-        for stream in {name for call in parts.calls(section) for name in call.sends.values()}:
-            at.require(False, f"stream {stream!r} is fed by an Each inside a loop; its second round finds it ended")
-    looping = isinstance(section, parts.Loop | parts.DynamicLoop)
     sent: set[str] = set()
     for child in parts.children(section):
-        _check_items(child, at, in_loop=looping or (in_loop and not isinstance(section, parts.Each)))
-        eaches = [s for s in parts.sections(child) if isinstance(s, parts.Each)]
+        eaches = (inner for inner in parts.sections(child) if isinstance(inner, parts.Each))
         streams = {name for each in eaches for call in parts.calls(each) for name in call.sends.values()}
-        for stream in streams & sent:
-            at.require(False, f"stream {stream!r} is fed by two Eaches; the second finds it ended")
+        for stream in streams if isinstance(section, parts.Loop | parts.DynamicLoop) else streams & sent:
+            at.require(False, f"stream {stream!r} is fed by an Each in a loop, or by two: later items find it ended")
         sent |= streams
+        _check_items(child, at)
 
 
 def _check_edges(graph: parts.Graph, flow: _Flow, lanes: _Lanes, report: _Report) -> None:
