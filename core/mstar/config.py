@@ -131,6 +131,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KV_CACHE_DEFAULT = "on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory"
 
@@ -149,9 +150,7 @@ class EngineConfig:
     served_model_name: tuple[str, ...] = _setting(
         _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
     )
-    dtype: str = _setting(
-        _text, "auto", "type of weights and activations; auto: float32 on a CPU, else the checkpoint's", choices=DTYPES
-    )
+    dtype: str = _setting(_text, "auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     device: str = _setting(_text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")
     max_model_len: int | None = _setting(
         _integer, None, "most tokens of a prompt and its output", minimum=1, default_text="the model's own limit"
@@ -167,7 +166,9 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
-    attention_backend: str = _setting(_text, "auto", "kernel of attention; auto: the fastest that works here")
+    attention_backend: str = _setting(
+        _text, "auto", "kernel of attention; auto: the fastest that works here", choices=ATTENTION_BACKENDS
+    )
     seed: int | None = _setting(
         _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"
     )
