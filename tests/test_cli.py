@@ -150,6 +150,10 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
         (["serve", "--max-num-seq", "3"], "--max-num-seqs"),
         (["serve", "--max-num-seqs", "many"], "'--max-num-seqs': 'many': expected a whole number"),
         (["serve", "--max-num-seqs", "0", "--plugin", "x"], "--max-num-seqs is 0; it must be at least 1"),
+        (["serve", "--kv-cache-memory-bytes", "9" * 400, "--plugin", "x"], "less than 8 EiB"),
+        (["serve", "--swap-space", "1e308", "--plugin", "x"], "less than 8 EiB"),
+        (["run", "--text", "a\udcff", "--plugin", "echo"], "valid Unicode"),
+        (["run", "--text", "a", "--param", "x=" + "[" * 50_000, "--plugin", "echo"], "'params.x' is unknown"),
         (["serve", "--dtype", "int4", "--plugin", "x"], "must be one of auto, float32"),
         (["serve", "--set", "codec", "--plugin", "x"], "expected part=PATH"),
         (["serve", "a", "--model", "b", "--plugin", "x"], "given twice"),
@@ -268,11 +272,21 @@ def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
     assert (out, base) == (Path("mstar-out"), tmp_path)
 
 
-@pytest.mark.parametrize(("content", "words"), [("{", "not JSON"), ("[]", "a request is a JSON object")])
-def test_run_refuses_what_is_no_request(run: Run, tmp_path: Path, content: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "a request is a JSON object"),
+        (b"\xff\x00\x89PNG", "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b'{"a":' + b"[" * 100_000, "not JSON"),
+        (b'{"inputs": [], "params": [1]}', "params must be an object"),
+    ],
+)
+def test_run_refuses_what_is_no_request(run: Run, tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "request.json"
-    path.write_text(content)
-    code, _, err = run("run", "--plugin", "echo", "--request", str(path))
+    path.write_bytes(content)
+    code, _, err = run("run", "--plugin", "echo", "--request", str(path), "--voice", "x")
     assert code == 2
     assert words in err
 

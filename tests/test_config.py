@@ -115,6 +115,9 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("set: [codec]", ["part=PATH"]),
         ("- a", ["'flag: value'"]),
         ("a: [", ["not YAML"]),
+        ("a: " + "[" * 5000, ["not YAML"]),
+        ("port: " + "9" * 400, ["whole number"]),
+        ("swap-space: 1.0e+308", ["less than 8 EiB"]),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -52,6 +52,15 @@ def test_run_reports_mistakes_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_settings_that_cannot_work_are_told_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(device="cuda:77")
+    with pytest.raises(ConfigError, match="cuda"):
+        launch.run(config, text("hello"), out=tmp_path, base=tmp_path)
+    assert "Traceback" not in caplog.text
+
+
 def test_a_busy_port_is_known_before_anything_is_loaded() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

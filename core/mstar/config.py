@@ -38,7 +38,7 @@ def _integer(value: Any) -> int:
 def _number(value: Any, *, expected: str = "expected a number") -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(expected)
@@ -62,11 +62,17 @@ def _size(value: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value), flags=re.IGNORECASE)
     if isinstance(value, bool) or match is None:
         raise ValueError("expected bytes, such as 1073741824, 512MiB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return _whole_bytes(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _gib(value: Any) -> int:
-    return int(_number(value) * GIB)
+    return _whole_bytes(_number(value) * GIB)
+
+
+def _whole_bytes(number: float) -> int:
+    if abs(number) >= 2**63:
+        raise ValueError("expected less than 8 EiB")
+    return int(number)
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -259,7 +265,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}; give a readable YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
     content = {} if content is None else content
     if not isinstance(content, dict):

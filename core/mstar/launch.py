@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,7 @@ from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine
 from mstar.server.native import GenerateRequest, convert
+from mstar.server.requests import contained
 from mstar.server.results import Outputs
 from mstar.worker.worker import Worker
 
@@ -43,12 +45,13 @@ logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 10.0
 _STOP_S = 10.0
+_DRAIN_TICK_S = 0.05
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve one model over HTTP until SIGTERM or SIGINT; a second one stops at once.
 
-    Returns an exit code: 0 after a shutdown that let all requests end, 1 after a forced one. Raises ConfigError or
+    Returns an exit code: 0 after a shutdown that let all requests end, 1 after one that cut some. Raises ConfigError or
     PluginError if the model or the port cannot be served.
     """
     with _bound(server_config) as listener:
@@ -106,9 +109,11 @@ async def started_engine(config: EngineConfig, *, base: Path | None = None) -> A
 
 def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
     try:
-        Worker(spec, graph, found, config, end).run()
+        with contained():
+            Worker(spec, graph, found, config, end).run()
     except Exception as error:
-        logger.exception("the worker stopped")
+        if not isinstance(error, ConfigError):  # else what to change is told when the start fails: no traceback
+            logger.exception("the worker stopped")
         end.send(Dead(reason=f"{type(error).__name__}: {error}"))
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
@@ -173,23 +178,39 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
         logger.info("Starting mstar server on http://%s:%d", host, listener.getsockname()[1])
         server = Server(app, engine, config=server_config)
         await server.serve(sockets=[listener])
-        return 1 if server.force_exit else 0
+        return 1 if server.force_exit or server.is_cut else 0
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with our signals: the first drains, a second forces; neither changes the exit code by itself."""
+    """Uvicorn with our signals: the first drains, a second forces. New connections are answered (503) to the end.
+
+    Attributes:
+        is_cut: whether requests were ended because their time, or the operator's patience, was over.
+    """
 
     def __init__(self, app: Starlette, engine: Engine, *, config: ServerConfig) -> None:
-        drain_s = max(1, round(config.drain_timeout_s))
         more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, log_level=config.log_level, timeout_graceful_shutdown=drain_s, **more))
+        super().__init__(uvicorn.Config(app, log_level=config.log_level, **more))
+        self.is_cut = False
         self._engine = engine
+        self._drain_s = config.drain_timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and wait for those running; when called again, wait no longer."""
         self._engine.drain()
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests, end those left with an error, and then for what is still being sent."""
+        deadline = time.monotonic() + self._drain_s
+        while self._engine.num_active and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_TICK_S)
+        self.is_cut = self._engine.num_active > 0
+        self._engine.cut()
+        self.config.timeout_graceful_shutdown = max(1, round(deadline - time.monotonic()))
+        await super().shutdown(sockets)
+        self.is_cut |= bool(self.server_state.tasks)
 
 
 def _plan_lines(engine: Engine) -> Iterator[str]:

@@ -25,6 +25,10 @@ def load(folder, parts):
     return json.loads((folder / "config.json").read_text())["size"]
 
 
+def load_badly(folder, parts):
+    return [][{"TypeError": None, "IndexError": 3}[parts["codec"].name]]
+
+
 def make(folder):
     made.append(folder)
     (folder / "model").mkdir()

@@ -454,9 +454,18 @@ def oracle() -> Oracle:
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    logging.getLogger("mstar").setLevel(logging.CRITICAL)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Faults are provoked here by the hundred. Set back after every test: other folders' tests read the log."""
+    logger = logging.getLogger("mstar")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ SPEC = ModelSpec(
     tasks={
         "chat": Task(
             params=ChatParams, inputs=("text", "token_ids", "tensor", "audio"), outputs=("text", "tensors"),
-            tensors_in=("bias",), tensors_out=("said",), messages=True,
+            tensors_in=("bias",), tensors_out=("said",), messages=True, sessions=True,
         ),
         "speech": Task(params=SpeechParams, inputs=("text",), outputs=("audio", "tensors"), tensors_out=("audio",)),
     },
@@ -100,6 +100,8 @@ class Parrot(Processor):
         data = first.text.encode() if hasattr(first, "text") else bytes(getattr(first, "ids", b"?"))
         if b"BOOM" in data:
             raise ZeroDivisionError("a fault in the processor")
+        if b"EXIT" in data:
+            raise SystemExit(3)
         if b"slow encode" in data:
             time.sleep(0.4)
         if request.session is not None and b"continue" in data and not request.resumed:
@@ -120,6 +122,8 @@ class Parrot(Processor):
             yield AudioChunk(emission.value.numpy(), RATE)
         elif emission.value == ord("!"):
             raise ZeroDivisionError("a fault in decode")
+        elif emission.value == ord("%"):
+            raise KeyboardInterrupt
         else:
             index = emission.path[0] if emission.path else 0
             yield TextChunk(chr(int(emission.value)), (int(emission.value),), index=index)

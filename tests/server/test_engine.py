@@ -13,7 +13,7 @@ from mstar.ipc.messages import Abort, Close, Dead, Open, StopAt
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Limits, ModelSpec
 from mstar.server.engine import Engine, RequestHandle
-from mstar.server.native import GenerateRequest, TextInput
+from mstar.server.native import GenerateRequest, TextInput, TokensInput
 from mstar.types import TextChunk
 
 
@@ -273,6 +273,29 @@ def test_a_model_that_cannot_load_stops_the_start(parrot_spec: ModelSpec) -> Non
         )
         with pytest.raises(ConfigError, match="no weights"):
             await engine.start()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("said", ["EXIT", "ab%c"])
+def test_a_model_that_would_end_the_process_fails_its_request_only(serving: Callable[..., Any], said: str) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            with pytest.raises(RequestError, match="internal error") as caught:
+                await collect(await served.engine.submit(wire(said)))
+            assert caught.value.status == 500
+            assert await collect(await served.engine.submit(wire("hello"))) == "hello"
+            await served.settled()
+
+    run(scenario())
+
+
+def test_each_of_n_has_a_finish_reason_even_if_it_gives_nothing(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            handle = await served.engine.submit(GenerateRequest(inputs=[TokensInput(ids=[])], params={"n": 3}))
+            assert await collect(handle) == ""
+            assert handle.result.indices == {0: "stop", 1: "stop", 2: "stop"}
 
     run(scenario())
 

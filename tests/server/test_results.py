@@ -50,6 +50,19 @@ def test_each_of_n_outputs_says_which_it_is() -> None:
     assert [(o["text"], o["index"], o["finish_reason"]) for o in found] == [("a", 0, "stop"), ("b", 1, "length")]
 
 
+def test_empty_texts_are_outputs_too() -> None:
+    outputs, result = make("text", indices={0: "stop", 1: "stop", 2: "length"})
+    outputs.add(TextChunk("b", (2,), index=1))
+    found = msgspec.json.decode(outputs.as_json(result))["outputs"]
+    assert [(o["text"], o["index"], o["finish_reason"]) for o in found] == [
+        ("", 0, "stop"), ("b", 1, "stop"), ("", 2, "length"),
+    ]  # fmt: skip
+    outputs, result = make("text")
+    assert msgspec.json.decode(outputs.as_json(result))["outputs"] == [{"type": "text", "text": "", "token_ids": []}]
+    outputs, result = make("audio")
+    assert msgspec.json.decode(outputs.as_json(result))["outputs"] == []
+
+
 def test_files_are_written_under_names_of_ours(tmp_path: Path) -> None:
     outputs, result = make("audio", "image", "tensor:z")
     outputs.add(AudioChunk(np.full(3, 0.5, np.float32), 24000))

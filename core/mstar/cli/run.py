@@ -51,7 +51,10 @@ def run(
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
     more = _params(params) | ({} if voice is None else {"voice": voice})
     if more:
-        request["params"] = (request.get("params") or {}) | more
+        own = request.get("params") or {}
+        if not isinstance(own, dict):
+            raise RequestError(f"--request {request_file}: params must be an object to add --voice or --param to")
+        request["params"] = own | more
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)
     settings["plugin"] = options.choose_plugin(settings.get("plugin"))
@@ -70,12 +73,12 @@ def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
     if file is None:
         return {"inputs": [{"type": "text", "text": text}]}, Path.cwd()
     try:
-        content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
         raise click.BadParameter(f"{file}: {error.strerror}", param_hint="--request") from error
     try:
         request = msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"--request {file}: not JSON of a request ({error}); a request is a JSON object") from error
     return request, Path.cwd() if file == "-" else Path(file).absolute().parent
 
@@ -88,6 +91,6 @@ def _params(pairs: tuple[str, ...]) -> dict[str, Any]:
             raise click.BadParameter(f"{pair!r}: expected KEY=VALUE", param_hint="--param")
         try:
             params[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             params[key] = value
     return params

@@ -35,6 +35,8 @@ def decode(data: bytes) -> ToWorker | FromWorker:
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The elements of a CPU tensor of any dtype and strides, in C order."""
+    if tensor.numel() <= 1:  # torch calls these contiguous whatever their strides
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

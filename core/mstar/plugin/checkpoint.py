@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TINY = "tiny"
 _MARKER = "mstar-tiny.json"  # written last: which folder inside to load
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _IGNORED = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.tflite", "*.ckpt", "*.distcp", "optimizer*")
 
 
@@ -104,7 +105,7 @@ def _config(spec: ModelSpec, folder: Path, parts: Mapping[str, Path]) -> Any:
     read = load_object(spec.config, plugin=spec.name)
     try:
         return read(folder, parts)
-    except (OSError, ValueError, KeyError, msgspec.MsgspecError) as error:
+    except (*_UNREADABLE, msgspec.MsgspecError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{folder} is not a checkpoint that plugin {spec.name!r} can read: {reason}") from error
 

@@ -27,6 +27,7 @@ class Task:
         params: a msgspec Struct (frozen, kw_only, forbid_unknown_fields) of the task's parameters with defaults.
         default_outputs: outputs when the request names none (default: the first of `outputs`).
         messages: whether chat messages are accepted instead of inputs.
+        sessions: whether a request may name a session, which keeps what later requests go on with.
     """
 
     params: type[Any]
@@ -36,6 +37,7 @@ class Task:
     tensors_out: tuple[str, ...] = ()
     default_outputs: tuple[str, ...] = ()
     messages: bool = False
+    sessions: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

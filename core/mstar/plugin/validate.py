@@ -349,7 +349,10 @@ class _Flow:
         inside = parts.calls(section)
         at = scope.report.at(f"{type(section).__name__} {section.name or f'of {inside[0].target if inside else None}'}")
         word, count = ("count", section.count) if isinstance(section, parts.Loop) else ("limit", section.limit)
-        at.require(not isinstance(count, int) or count >= 1, f"its {word} is {count}; it must be at least 1")
+        is_number = type(count) is int and count >= 1
+        at.require(
+            isinstance(count, str | None) or is_number, f"its {word} is {count}; it must be at least 1, and whole"
+        )
         wrong = "it has no limit, so its body must receive a stream with after_end='end' outside inner loops and Eaches"
         at.require(count is not None or ending_streams(section.section, self.graph), wrong)
         body = written(section.section, self.graph)

@@ -182,7 +182,7 @@ class StreamedResponse(StreamingResponse):
     """
 
     def __init__(self, handle: RequestHandle, *, form: Form, first: Chunk | None) -> None:
-        headers = form.headers(handle.request, first=first)
+        headers = form.headers(handle.request, first=first, result=handle.result)
         super().__init__(_bodies(handle, form=form, first=first), headers=headers, media_type=form.media_type)
         self._handle = handle
 

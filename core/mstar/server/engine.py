@@ -28,7 +28,7 @@ from mstar.plugin.session import SessionTable
 from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
 from mstar.server.native import GenerateRequest, read_request
-from mstar.server.requests import Action, End, EngineState, Limits, RunStep, Send, Work, attributed
+from mstar.server.requests import Action, End, EngineState, Limits, RunStep, Send, Work, attributed, contained
 from mstar.server.results import Result
 from mstar.server.streams import Decoded, Decoding
 from mstar.types import Chunk, Encoded, Request
@@ -167,12 +167,16 @@ class Engine:
         """Refuse new requests from now on; those running go on."""
         self.state.draining = True
 
-    async def close(self) -> None:
-        """End what is left with 503, tell the worker to stop, and free all threads."""
-        self.drain()
+    def cut(self) -> None:
+        """End what is left with 503."""
         error = RequestError("the server is shutting down; try again later", status=503, code="unavailable")
         for handle in list(self._handles.values()):
             self._fail(handle, error)
+
+    async def close(self) -> None:
+        """End what is left with 503, tell the worker to stop, and free all threads."""
+        self.drain()
+        self.cut()
         self._end.send(messages.Shutdown())
         self._end.close()
         for task in self._tasks:
@@ -334,5 +338,5 @@ class Engine:
 
 
 async def _in_thread(pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    call = functools.partial(function, *arguments, **named)
+    call = functools.partial(contained()(function), *arguments, **named)
     return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -26,6 +26,7 @@ from mstar.plugin.spec import ModelSpec, Task
 from mstar.types import AudioPart, Message, Part, Request, TensorPart, TextPart, TokensPart
 
 MAX_SEED = 2**63 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 
@@ -106,9 +107,11 @@ def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[s
         prefix: what comes before the field in `param`, such as "params.".
         more: names the client may also use, to be listed beside the type's own.
     """
-    _check_numbers(value, prefix=prefix)
     try:
+        _check_values(value, prefix=prefix)
         return msgspec.convert(value, kind)
+    except RecursionError as error:
+        raise RequestError("the request is nested too deeply; no field needs more than a few levels") from error
     except msgspec.ValidationError as error:
         raise _explained(error, value=value, kind=kind, prefix=prefix, more=more) from error
 
@@ -148,15 +151,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
-def _check_numbers(value: Any, *, prefix: str) -> None:
-    """Refuse, before they reach a tensor, NaN, infinity and integers over 64 bits."""
+def _check_values(value: Any, *, prefix: str) -> None:
+    """Refuse, before they reach a tensor or tokeniser, NaN, infinity, integers over 64 bits and lone surrogates."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_numbers(item, prefix=f"{prefix}{key}.")
+            _check_values(item, prefix=f"{prefix}{key}.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise RequestError(f"{prefix[:-1]} is {_short(value)}; it must fit 64 bits", param=prefix[:-1])
+    elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        raise RequestError(f"{prefix[:-1]} is {_short(value)}; it must be valid Unicode", param=prefix[:-1])
 
 
 def field_names(kind: type[Any]) -> list[str]:
@@ -255,6 +260,8 @@ def _task(wire: GenerateRequest, *, spec: ModelSpec) -> str:
 def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
     if wire.messages is not None and not task.messages:
         raise RequestError(f"task {name!r} takes 'inputs', not 'messages'", param="messages")
+    if wire.session is not None and not task.sessions:
+        raise RequestError(f"task {name!r} keeps no sessions; leave 'session' out", param="session")
     seen: set[str] = set()
     for param, part in (item for _, parts in _turns(wire) for item in parts):
         kind = str(part.__struct_config__.tag)

@@ -103,8 +103,12 @@ class SpeechForm(Form):
     def begins(self, chunk: Chunk) -> bool:
         return isinstance(chunk, AudioChunk) and len(chunk.samples) > 0
 
-    def headers(self, request: Request, *, first: Chunk | None) -> dict[str, str]:
+    def headers(self, request: Request, *, first: Chunk | None, result: Result | None) -> dict[str, str]:
         if not isinstance(first, AudioChunk):
+            limit = getattr(request.params, "max_tokens", None)
+            if limit is not None and result is not None and result.finish_reason == "length":
+                message = f"max_tokens is {limit}, too few for any sound; raise it, or leave it out for no limit"
+                raise RequestError(message, param="max_tokens", code="no_audio")
             message = "the model ended without any audio; try another seed or a longer input"
             raise RequestError(message, status=500, code="no_audio")
         return {"X-Sample-Rate": str(first.sample_rate), "X-Seed": str(request.seed)}
@@ -118,6 +122,6 @@ class SpeechForm(Form):
 
     def whole(self, outputs: Outputs, result: Result) -> tuple[bytes, dict[str, str]]:
         speech = next(filter(self.begins, outputs.joined()), None)
-        headers = self.headers(outputs.request, first=speech) | {"X-Finish-Reason": result.finish_reason}
+        headers = self.headers(outputs.request, first=speech, result=result) | {"X-Finish-Reason": result.finish_reason}
         assert isinstance(speech, AudioChunk)
         return encode_media(speech, is_piece=self._is_pcm)[1], headers

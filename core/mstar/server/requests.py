@@ -394,3 +394,14 @@ def attributed(doing: str, *, fail: Callable[[RequestError], object]) -> Iterato
     except Exception as error:
         logger.exception("%s failed", doing)
         fail(RequestError(f"internal error ({type(error).__name__}); the server's log has more", status=500))
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """For a model's code in a thread: what asyncio takes for its own, or for the process's end, is a PluginError."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise PluginError(f"the model's code raised {type(error).__name__}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,19 @@ class Outputs:
             name = str(len(self._pieces))  # nothing is joined to an image
         self._pieces.setdefault(([*_KINDS].index(type(chunk)), chunk.index, name), []).append(chunk)
 
-    def joined(self) -> list[Output]:
-        """One chunk for each output: texts, audio, images, tensors; each kind in order of index."""
+    def joined(self, *, indices: Iterable[int] = ()) -> list[Output]:
+        """One chunk for each output: texts, audio, images, tensors; each kind in order of index.
+
+        Args:
+            indices: outputs whose texts, if texts were asked for, are there even when they are empty.
+        """
+        for index in indices if "text" in self.request.outputs else ():
+            self.add(TextChunk("", index=index))
         return [_join(self._pieces[key]) for key in sorted(self._pieces, key=lambda key: key[:2])]
 
     def as_json(self, result: Result) -> bytes:
         """The result with media and tensors in base64."""
-        return self._render(self.joined(), result, place=inline)
+        return self._render(self.joined(indices=result.indices), result, place=inline)
 
     def as_safetensors(self, result: Result) -> bytes:
         """One safetensors body: tensors, samples and pixels, with the JSON result under "result" in its metadata."""
@@ -161,7 +167,7 @@ class Outputs:
             (folder / name).write_bytes(data)
 
     def _with_files(self, result: Result) -> tuple[bytes, _Files]:
-        outputs = self.joined()
+        outputs = self.joined(indices=result.indices)
         files = _Files(outputs)
         return self._render(outputs, result, place=files.place), files
 
@@ -231,8 +237,8 @@ class Form(ABC):
         """Whether a stream may begin with this chunk; what fails before has its own status."""
         return True
 
-    def headers(self, request: Request, *, first: Chunk | None) -> dict[str, str]:
-        """Further headers. Raises RequestError if there has to be a first chunk and is none."""
+    def headers(self, request: Request, *, first: Chunk | None, result: Result | None) -> dict[str, str]:
+        """Further headers. Raises RequestError if there has to be a first chunk and is none (`result`: why)."""
         return {}
 
     @abstractmethod

@@ -16,7 +16,7 @@ from mstar.errors import RequestError
 from mstar.ipc.messages import Emit
 from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
-from mstar.server.requests import Entry, RunStep, Work, attributed
+from mstar.server.requests import Entry, RunStep, Work, attributed, contained
 from mstar.server.results import Result, is_wanted
 from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk
 
@@ -90,7 +90,7 @@ class Decoding:
         """Do what is next, in order. What the model's Processor raises is in the result, after what came before it."""
         decoded = Decoded()
         doing = f"request {self._request.id}: the model's processor"
-        with attributed(doing, fail=lambda error: setattr(decoded, "error", error)):
+        with attributed(doing, fail=lambda error: setattr(decoded, "error", error)), contained():
             for item in work:
                 if isinstance(item, Emit):
                     emission = Emission(item.name, item.path, item.value, item.final, item.reason)
@@ -165,12 +165,14 @@ class Decoding:
         return Result(**fields, extra=extra)
 
     def _finish_reasons(self, end: Entry) -> dict[int, str]:
-        reasons: dict[int, list[str]] = {index: [] for index in self._indices.values()} or {0: []}
+        num = getattr(self._request.params, "n", None) or 1
+        indices = ({(n,): n for n in range(num)} if num > 1 else {}) | self._indices  # one of n may give nothing
+        reasons: dict[int, list[str]] = {index: [] for index in indices.values()} or {0: []}
         for (_, where), reason in end.reasons.items():
             path = tuple(int(step) for step in where.split(".")) if where else ()
-            while path and path not in self._indices:
+            while path and path not in indices:
                 path = path[:-1]
-            reasons.setdefault(self._indices.get(path, 0), []).append(reason)
+            reasons.setdefault(indices.get(path, 0), []).append(reason)
         stopped = {index for index, text in self._texts.items() if text.matched}
         return {index: "stop" if index in stopped else _merged(found) for index, found in sorted(reasons.items())}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.plugin.graph import Method
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
@@ -50,7 +50,8 @@ def finish(step: Step, modules: Modules) -> Finished:
     try:
         return _finish(step, modules)
     except Exception as error:  # noqa: BLE001  # attributed to the requests of the step
-        return Finished(failed=[(work, explain(error)) for work in step.batch.works])
+        where = ".".join(step.batch.key)
+        return Finished(failed=[(work, explain(error, where)) for work in step.batch.works])
 
 
 def _finish(step: Step, modules: Modules) -> Finished:
@@ -113,15 +114,15 @@ def _call_hook(
         try:
             own = hook([work for _, work in ending], rows) or {}
             return {i: {name: values[at] for name, values in own.items()} for at, (i, _) in enumerate(ending)}
-        except Exception:  # noqa: BLE001  # found out below whose fault it was
+        except (Exception, SystemExit):  # noqa: BLE001  # found out below whose fault it was
             for _, work in ending:
                 work.stop_reason, work.error, work.counts = None, None, {}
     for i, work in ending:
         try:
             own = hook([work], {name: value[i : i + 1] for name, value in host.items()}) or {}
             given[i] = {name: values[0] for name, values in own.items()}
-        except Exception as error:  # noqa: BLE001  # attributed to the request
-            result.failed.append((work, explain(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
+            result.failed.append((work, explain(error, f"{module.name}.finish_{method.name}")))
     return given
 
 
@@ -168,14 +169,30 @@ def _values(step: Step, method: Method, i: int, work: Work, batched: dict[str, B
     return values
 
 
-def explain(error: Exception) -> Exception:
-    """Memory that ran out is the server's state, not the request's fault: 503, and which memory."""
-    text = str(error).lower()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in _OUT_OF_MEMORY):
-        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+def explain(error: BaseException, where: str = "") -> Exception:
+    """The error to fail a request with.
+
+    Its own RequestError; 503 for memory that ran out, which is the server's state, not the request's fault; and for
+    anything else a PluginError that says in which method it came up.
+    """
+    if isinstance(error, RequestError | PluginError):
+        return error
+    text = described(error)
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if out_of_memory or any(words in text.lower() for words in _OUT_OF_MEMORY):
         return RequestError(
-            f"the device ran out of memory in one step: {reason}; lower --max-num-seqs or the request's size",
+            f"a step ran out of memory: {text.splitlines()[0]}; lower --max-num-seqs or the request's size",
             status=503,
             code="out_of_memory",
         )
-    return error
+    found = PluginError(f"{where}: {text}" if where else text)
+    found.__cause__ = error
+    return found
+
+
+def described(error: BaseException) -> str:
+    """An error's type and text, whatever its own `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # a plugin's exception that cannot be printed
+        return f"{type(error).__name__}: (its text cannot be had)"

@@ -36,7 +36,6 @@ class Holdings:
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
         self.sessions: dict[str, dict[str, Scope]] = {}
-        self.latest = -math.inf  # arrivals are made distinct, or of two tenants neither could make room for the other
         scheduler.tenants = self.tenants
         scheduler.requests = self.requests
 
@@ -47,8 +46,10 @@ class Holdings:
         params = msgspec.convert(info.params, self.spec.tasks[info.task].params)
         kept = self.sessions.pop(info.session, {}) if info.session is not None else {}
         view = RequestView(info.task, info.outputs, params, info.fields, info.session, bool(kept))
-        self.latest = max(info.arrival, math.nextafter(self.latest, math.inf))
-        request = self.requests[info.request_id] = RequestState(info, view, self.latest, kept_scopes=kept)
+        arrival, taken = info.arrival, {other.arrival for other in self.requests.values()}
+        while arrival in taken:  # of two tenants that rank alike neither could make room for the other
+            arrival = math.nextafter(arrival, math.inf)
+        request = self.requests[info.request_id] = RequestState(info, view, arrival, kept_scopes=kept)
         request.runtime_s = self.scheduler.fair_share_s
         for scope in kept.values():
             scope.request = scope.tenant.request = request

@@ -35,7 +35,9 @@ def end_iteration(cursor: Cursor, op: LoopEnd) -> None:
     if frame.op.budget is not None:
         budgets[frame.op.budget] = budgets.get(frame.op.budget, 0) + 1
     left = budget_left(cursor, frame.op)
-    if frame.reason is None and (frame.iteration == frame.limit or left is not None and left <= 0):
+    if frame.reason is None and (
+        (frame.limit is not None and frame.iteration >= frame.limit) or (left is not None and left <= 0)
+    ):
         frame.reason = "length"
     if frame.reason is None:
         cursor.pc = op.body

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import StreamChunk
@@ -20,6 +20,7 @@ from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Sp
 from mstar.plugin.spec import ModelSpec
 from mstar.types import Path
 from mstar.worker.ahead import adopts
+from mstar.worker.finish import described
 from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, start_loop
 from mstar.worker.modules import Modules
@@ -29,6 +30,8 @@ from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Ro
 from mstar.worker.streams import StreamBuffer
 
 log = logging.getLogger("mstar.worker")
+
+MOST_OPS = 100_000  # between two methods; more is a loop that runs none
 
 
 class Router:
@@ -60,8 +63,7 @@ class Router:
                 self.holdings.open(message)
             except Exception as error:  # attributed to the request
                 log.exception("request %s cannot be opened", message.request_id)
-                text = f"{type(error).__name__}: {error}"
-                self.output.messages.append(Failed(request_id=message.request_id, message=text))
+                self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
         elif isinstance(message, DropSession):
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
@@ -137,8 +139,9 @@ class Router:
                 Failed(request_id=name, message=error.message, status=error.status, param=error.param, code=error.code)
             )
         else:
-            log.error("request %s failed", name, exc_info=error)
-            self.output.messages.append(Failed(request_id=name, message=f"{type(error).__name__}: {error}"))
+            log.error("request %s failed: %s", name, described(error), exc_info=error)
+            message = str(error) if isinstance(error, PluginError) else described(error)
+            self.output.messages.append(Failed(request_id=name, message=message))
 
     # ---- scopes and cursors -----------------------------------------------------------------------------
 
@@ -195,7 +198,9 @@ class Router:
     def advance(self, cursor: Cursor) -> None:
         """Go on until the cursor has work, waits for a stream or its children, or has ended."""
         ops = cursor.lane.program.ops
-        while not cursor.lane.request.is_dead:
+        for _ in range(MOST_OPS):
+            if cursor.lane.request.is_dead:
+                return
             op = ops[cursor.pc]
             if cursor.ahead is not None and not isinstance(op, Run | LoopEnd | Skip):
                 self._retract(cursor)
@@ -218,6 +223,7 @@ class Router:
                 return
             elif self._fan_out(cursor, op):
                 return
+        raise PluginError(f"walk {cursor.lane.program.walk!r} took {MOST_OPS} steps and ran no method: an empty loop?")
 
     def _must_wait(self, cursor: Cursor) -> bool:
         """Sequences that are on the host cannot be forked: the cursor goes on when they are back."""

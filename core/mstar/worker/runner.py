@@ -49,9 +49,9 @@ class Runner:
         """Run a batch to the end, isolating failures."""
         try:
             step = self.launch(batch)
-        except Exception as error:  # noqa: BLE001  # attributed to a request, once it is alone
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to a request, once it is alone
             if len(batch.works) == 1:
-                return Finished(failed=[(batch.works[0], explain(error))])
+                return Finished(failed=[(batch.works[0], explain(error, ".".join(batch.key)))])
         else:
             return finish(step, self.modules)
         result = Finished()
@@ -82,7 +82,7 @@ class Runner:
             with module.timed(method_name, calls=1, rows=len(works)):
                 outputs = module.methods[method_name](context, **inputs)
             self._check(module, method, outputs, layout)
-        except Exception:
+        except BaseException:
             self._undo(module, draws, saved, context.rows)
             raise
         self._commit(module, method, works, plan)
@@ -266,11 +266,15 @@ class Runner:
                 raise PluginError(f"{where} returned {name!r}; its output ports are {', '.join(known) or 'none'}")
             if value is None:
                 continue
-            size = len(layout.starts) - 1 if port.layout == "item" else layout.num_rows
-            size = layout.num_tokens if port.layout == "tokens" else size
-            if len(value) < size if port.layout == "item" else value.shape[:1] != (size,):
-                got = len(value) if port.layout == "item" else tuple(value.shape)
-                raise PluginError(f"{where} returned {got} for port {name!r}; {size} {port.layout} were expected")
+            got = (len(value),) if port.layout == "item" else tuple(value.shape)
+            size = layout.num_tokens if port.layout == "tokens" else layout.num_rows
+            if port.layout == "item":
+                is_right = got[0] >= (size := len(layout.starts) - 1)
+            else:
+                is_right = got[:1] == (size,) and port.shape in (None, got[1:])
+            if not is_right:
+                wanted = f"{size} {port.layout}" + (f" of shape {port.shape}" if port.shape else "")
+                raise PluginError(f"{where} returned {got} for port {name!r}; {wanted} were expected")
 
     def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> None:
         """Count what was written. Ids that are rows may still be running; they are told at the finish."""

@@ -6,13 +6,13 @@ import logging
 import time
 
 from mstar.config import EngineConfig
-from mstar.errors import RequestError
+from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import Dead, Ready, Shutdown, Stats
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
-from mstar.worker.finish import Finished, Step, finish
+from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
@@ -63,9 +63,10 @@ class Worker:
                     pending = self.overlapped_step(pending)
                 else:
                     self.step()
-        except Exception as error:
-            log.exception("the worker stopped")
-            self.end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # whatever it is, the engine must not wait for ever
+            if not isinstance(error, ConfigError | PluginError):
+                log.exception("the worker stopped")
+            self.end.send(Dead(reason=described(error)))
 
     def step(self) -> None:
         """One turn of the loop."""
@@ -102,7 +103,7 @@ class Worker:
         started = time.perf_counter()
         try:
             return self.runner.launch(batch)
-        except Exception:
+        except (Exception, SystemExit):
             log.debug("a launched batch raised; its tasks will run one by one", exc_info=True)
             return None
         finally:

@@ -76,6 +76,9 @@ class SnacConfig:
     depthwise: bool
 
     def __post_init__(self) -> None:
+        sizes = (self.sampling_rate, self.latent_dim, self.decoder_dim, self.codebook_size, self.codebook_dim)
+        if min(*sizes, *self.decoder_rates, *self.vq_strides) < 1:
+            raise ValueError("all rates, strides and sizes must be at least 1")
         per_level = tuple(self.vq_strides[0] // stride for stride in self.vq_strides)
         wanted = tuple(len(slots) for slots in LEVEL_SLOTS)
         if per_level != wanted:
@@ -119,7 +122,7 @@ class OrpheusConfig:
 
 def load(folder: Path, parts: Mapping[str, Path]) -> OrpheusConfig:
     """The configuration of a checkpoint. Raises ConfigError that names the file at fault."""
-    language = _read_json(folder / "config.json")
+    language = _read_object(folder / "config.json")
     if language.get("model_type") != "llama":
         raise ConfigError(
             f"{folder / 'config.json'}: model_type is {language.get('model_type')!r}, expected 'llama'; "
@@ -137,7 +140,7 @@ def load(folder: Path, parts: Mapping[str, Path]) -> OrpheusConfig:
         )
     return OrpheusConfig(
         language=language,
-        generation=_read_json(generation_file) if generation_file.exists() else {},
+        generation=_read_object(generation_file) if generation_file.exists() else {},
         codec=codec,
         tokens=tokens,
         tokenizer=tokenizer,
@@ -164,6 +167,13 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
 def _find_tokenizer(folder: Path, parts: Mapping[str, Path]) -> Path:
     for place in (folder, parts.get("tokenizer")):
         if place is not None and (place / "tokenizer.json").exists():
@@ -181,10 +191,19 @@ def _find_tokenizer(folder: Path, parts: Mapping[str, Path]) -> Path:
 
 
 def _load_codec(folder: Path) -> SnacConfig:
-    raw = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    raw = _read_object(path)
+    try:
+        return _codec(raw, path=path)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} describes no codec: {reason}; use a codec such as {CODEC}") from error
+
+
+def _codec(raw: Mapping[str, Any], *, path: Path) -> SnacConfig:
     if raw.get("attn_window_size") is not None:
         raise ConfigError(
-            f"{folder / 'config.json'}: attn_window_size {raw['attn_window_size']}: codecs with attention are not "
+            f"{path}: attn_window_size {raw['attn_window_size']}: codecs with attention are not "
             f"supported; use a codec such as {CODEC}"
         )
     latent_dim = raw.get("latent_dim")
@@ -202,7 +221,7 @@ def _load_codec(folder: Path) -> SnacConfig:
 
 
 def _special_tokens(tokenizer: Path) -> SpecialTokens:
-    added = {token["content"]: token["id"] for token in _read_json(tokenizer)["added_tokens"]}
+    added = {token["content"]: token["id"] for token in _read_object(tokenizer)["added_tokens"]}
     missing = sorted(name for name in _NAMES.values() if name not in added)
     if missing:
         raise ConfigError(f"{tokenizer}: added_tokens lack {', '.join(missing)}; is it the tokenizer of {TOKENIZER}?")

@@ -187,8 +187,9 @@ def test_mistakes_are_told_before_anything_is_said(
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_speech_too_short_for_a_sound_is_an_error_not_an_empty_file(client: httpx.Client, is_streamed: bool) -> None:
     response = client.post("/v1/audio/speech", json={"input": "Hello.", "max_tokens": 6, "stream": is_streamed})
-    assert response.status_code == 500, response.content
-    assert error_of(response)["code"] == "no_audio"
+    assert response.status_code == 400, response.content
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("max_tokens", "no_audio") and "max_tokens is 6" in error["message"]
 
 
 def test_a_missing_input_and_a_wrong_body_are_mistakes(client: httpx.Client) -> None:

@@ -110,6 +110,10 @@ def test_missing_files_are_named(copied: Path) -> None:
         ("orpheus-3b-0.1-ft", {"vocab_size": 28987}, "vocab_size 28987 is too small"),
         ("snac_24khz", {"attn_window_size": 32}, "attn_window_size 32"),
         ("snac_24khz", {"vq_strides": [8, 4, 2, 1]}, "vq_strides"),
+        ("snac_24khz", {"vq_strides": "abc"}, r"snac_24khz/config.json describes no codec"),
+        ("snac_24khz", {"vq_strides": [4, 2, 0]}, r"snac_24khz/config.json .* at least 1"),
+        ("snac_24khz", {"sampling_rate": 0}, r"snac_24khz/config.json .* at least 1"),
+        ("snac_24khz", {"decoder_rates": None}, r"snac_24khz/config.json describes no codec"),
     ],
 )
 def test_checkpoints_that_cannot_work_are_refused(
@@ -117,6 +121,13 @@ def test_checkpoints_that_cannot_work_are_refused(
 ) -> None:
     edit(copied / part / "config.json", **changes)
     with pytest.raises(ConfigError, match=message):
+        load(copied)
+
+
+@pytest.mark.parametrize("file", ["snac_24khz/config.json", "orpheus-3b-0.1-ft/config.json"])
+def test_a_file_that_holds_no_object_is_named(copied: Path, file: str) -> None:
+    (copied / file).write_text("[]")
+    with pytest.raises(ConfigError, match=f"{file}: expected a JSON object, found a list"):
         load(copied)
 
 

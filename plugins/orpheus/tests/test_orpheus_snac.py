@@ -53,7 +53,10 @@ def vocode(codec: Codec, windows: list[tuple[Tensor, StreamChunk]], *, params: C
         iteration=torch.zeros(num_rows, dtype=torch.int64),
         draw_keys=torch.tensor(keys + [0] * padding),
         sample=lambda name, logits: logits.argmax(-1),
-        plan=codec.prepare_vocode(tasks).tensors,
+        plan={
+            name: torch.cat([planned, planned[-1:].expand(padding)])
+            for name, planned in codec.prepare_vocode(tasks).tensors.items()
+        },
     )
     outputs = codec.vocode(ctx, batch)
     assert outputs["audio"].shape[0] == num_rows

@@ -55,6 +55,7 @@ TASKS = {
         outputs=("text", "tensors"),
         tensors_out=("total",),
         default_outputs=("text", "tensors"),
+        sessions=True,
     ),
     "states": Task(
         params=config.StatesParams,

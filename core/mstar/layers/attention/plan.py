@@ -122,7 +122,8 @@ def build_plan(
     pages = page_table[:, : max(-(-stored // page_size), 1)].astype(np.int32)
     contexts = context_lens.astype(np.int32)
     if (query_lens == 1).all():
-        starts, row_of, positions = _count(len(query_lens) + 1), _count(len(query_lens)), contexts
+        starts = _count(len(query_lens) + 1).copy()  # its own: the op finds a plan by where its starts lie
+        row_of, positions = _count(len(query_lens)), contexts
     else:
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
