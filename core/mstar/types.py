@@ -18,20 +18,26 @@ Path = tuple[int, ...]
 """Where in nested `Each`es something happens: one item index per level; () outside any. Item 0 draws as () does."""
 
 
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-1000, le=1000)]],
+    Meta(max_length=300, description="token id -> what is added to its logit"),
+]
+
+
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drawn. The order of operations is that of `transformers`' generate.
 
     Repetition, presence and frequency penalties and logit bias come first, then temperature, top-k, top-p, min-p.
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0, or less than 0.00001: greedy")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[str, float], Meta(max_length=300, description="token id -> bias")] | None = None
+    logit_bias: LogitBias | None = None
 
 
 # ---- a decoded request, as Processor.encode sees it -----------------------------------------------------

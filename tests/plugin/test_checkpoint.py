@@ -25,10 +25,6 @@ def load(folder, parts):
     return json.loads((folder / "config.json").read_text())["size"]
 
 
-def load_badly(folder, parts):
-    return [][{"TypeError": None, "IndexError": 3}[parts["codec"].name]]
-
-
 def make(folder):
     made.append(folder)
     (folder / "model").mkdir()
@@ -128,7 +124,7 @@ class TestFolders:
         with pytest.raises(ConfigError, match="is a file; pass the folder it lies in"):
             resolve(spec(), str(file), download=no_download)
 
-    @pytest.mark.parametrize("content", [None, "{", "{}"])
+    @pytest.mark.parametrize("content", [None, "{", "{}", "[]", "null"])
     def test_a_folder_with_another_kind_of_checkpoint(self, tmp_path: Path, content: str | None) -> None:
         folder = tmp_path / "main"
         folder.mkdir()

@@ -349,10 +349,8 @@ class _Flow:
         inside = parts.calls(section)
         at = scope.report.at(f"{type(section).__name__} {section.name or f'of {inside[0].target if inside else None}'}")
         word, count = ("count", section.count) if isinstance(section, parts.Loop) else ("limit", section.limit)
-        is_number = type(count) is int and count >= 1
-        at.require(
-            isinstance(count, str | None) or is_number, f"its {word} is {count}; it must be at least 1, and whole"
-        )
+        is_right = isinstance(count, str | None) or (type(count) is int and count >= 1)
+        at.require(is_right, f"its {word} is {count}; it must be at least 1, and whole")
         wrong = "it has no limit, so its body must receive a stream with after_end='end' outside inner loops and Eaches"
         at.require(count is not None or ending_streams(section.section, self.graph), wrong)
         body = written(section.section, self.graph)
@@ -498,9 +496,7 @@ def _check_edges(graph: parts.Graph, flow: _Flow, lanes: _Lanes, report: _Report
         wrong = f"walks {one!r} and {other!r} both run on lane {lane!r}, one after the other; use two lanes"
         at.require(one == other or len(used) != 1, wrong)
         is_present = stream.after_end == "end" or receiver.port.optional
-        wrong = (
-            f"input port {receiver.port.name!r} must be optional: it is absent once stream {stream.name!r} has ended"
-        )
+        wrong = f"input port {receiver.port.name!r} must be optional: it is absent once the stream has ended"
         report.at(f"walk {other!r}").at(receiver.target).require(is_present, wrong)
         unfit = _mismatch(sender.port, replace(receiver.port, shape=None))  # a chunk may be shaped otherwise
         ports = f"output port {sender.port.name!r} of {sender.target} does not fit input port {receiver.port.name!r}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mstar.ipc.messages import Emit, FromWorker
@@ -57,3 +58,12 @@ def to_host(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_host(item) for item in value]
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A value from the engine, its tensors on the device."""
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_device(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -10,8 +10,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from mstar.errors import PluginError, RequestError
 from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
 from mstar.plugin.graph import Graph
@@ -20,11 +18,11 @@ from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Sp
 from mstar.plugin.spec import ModelSpec
 from mstar.types import Path
 from mstar.worker.ahead import adopts
-from mstar.worker.finish import described
+from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, start_loop
 from mstar.worker.modules import Modules
-from mstar.worker.output import Output, to_host
+from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, plain
 from mstar.worker.streams import StreamBuffer
@@ -81,12 +79,13 @@ class Router:
         """Run host work of one request; what it raises fails that request alone."""
         try:
             act(request, *args)
-        except Exception as error:  # noqa: BLE001  # attributed to the request
-            self.fail(request, error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
+            walks = ", ".join(repr(lane.program.walk) for lane in request.lanes.values() if not lane.is_over)
+            self.fail(request, explain(error, f"walk {walks}"))
 
     def _begin(self, request: RequestState, message: Begin) -> None:
         lanes = [self._lane(request, name, walk) for name, walk in message.walks.items()]
-        env = {name: self._to_device(value) for name, value in message.inputs.items()}
+        env = {name: to_device(value, self.modules.device) for name, value in message.inputs.items()}
         for lane in lanes:
             for stream in lane.program.all_feeds:
                 consumer = self._consumer_lane(request, stream)
@@ -133,15 +132,13 @@ class Router:
         if request.is_dead:
             return
         self.holdings.remove(request)
-        name = request.info.request_id
-        if isinstance(error, RequestError):
-            self.output.messages.append(
-                Failed(request_id=name, message=error.message, status=error.status, param=error.param, code=error.code)
-            )
+        name, why = request.info.request_id, explain(error)
+        if isinstance(why, RequestError):
+            failed = Failed(request_id=name, message=why.message, status=why.status, param=why.param, code=why.code)
         else:
-            log.error("request %s failed: %s", name, described(error), exc_info=error)
-            message = str(error) if isinstance(error, PluginError) else described(error)
-            self.output.messages.append(Failed(request_id=name, message=message))
+            log.error("request %s failed: %s", name, why, exc_info=why.__cause__ or why)
+            failed = Failed(request_id=name, message=str(why))
+        self.output.messages.append(failed)
 
     # ---- scopes and cursors -----------------------------------------------------------------------------
 
@@ -436,8 +433,9 @@ class Router:
         """A work has run: `values` has its output ports (None: nothing produced). Its cursor goes on."""
         try:
             self._complete(work, values)
-        except Exception as error:  # noqa: BLE001  # attributed to the request
-            self.fail(work.request, error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
+            where = f"walk {work.cursor.lane.program.walk!r}, after {work.op.target}"
+            self.fail(work.request, explain(error, where))
 
     def _complete(self, work: Work, values: Mapping[str, Any]) -> None:
         request, cursor, op = work.request, work.cursor, work.op
@@ -473,12 +471,3 @@ class Router:
         else:
             buffer.put(value)
         self._wake(request, key)
-
-    def _to_device(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self.modules.device)
-        if isinstance(value, Mapping):
-            return {k: self._to_device(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._to_device(v) for v in value]
-        return value

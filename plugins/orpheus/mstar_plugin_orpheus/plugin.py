@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mstar.plugin.hooks import hookimpl
 from mstar.plugin.spec import ModelSpec, Task
+from mstar.types import LogitBias
 from mstar_plugin_orpheus import graph
 from mstar_plugin_orpheus.config import CHECKPOINT, CODEC
 
@@ -36,7 +37,7 @@ class SpeechParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=300, description="token id -> bias")] | None = None
+    logit_bias: LogitBias | None = None
 
 
 SPEC = ModelSpec(

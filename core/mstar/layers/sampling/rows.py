@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.errors import PluginError
 from mstar.layers.sampling.noise import uniform64
 from mstar.layers.sampling.plain import BLOCK, argmax, in_blocks, inverse_cdf, keep_likely
 from mstar.layers.sampling.state import SamplingState
@@ -63,6 +64,8 @@ def _(logits: Tensor, rows: Tensor, *operands: Any) -> Tensor:
 
 
 def _draw(scores: Tensor, draw: float, *, k: int, tail: float, min_p: float) -> int:
+    if not math.isfinite(float(scores.amax())):
+        raise PluginError("a sampler got logits that are not finite (NaN or infinity): are the weights right?")
     if k == 0 and tail < 0 and min_p == 0:
         weights = torch.exp(scores - scores.amax())
         return int(inverse_cdf(weights[None], torch.tensor([draw], dtype=torch.float64)))
@@ -101,7 +104,7 @@ def _decide(
     ids: np.ndarray, values: np.ndarray, floor: float, scores: Tensor, *, k: int, tail: float, min_p: float
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """What is kept, from the likeliest tokens alone; None where they do not suffice or a threshold is too near."""
-    if k > len(ids):
+    if k > len(ids) or not len(ids):
         return None
     descending = np.sort(values)[::-1].astype(np.float64)
     best = descending[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -28,6 +29,8 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {  # what a row consists of, an
     "prompt_mask": (torch.bool, False),
 }
 _OF_PENALTIES = {"counts": ("repetition", "additive"), "prompt_mask": ("repetition",)}  # and which need them
+
+LEAST_TEMPERATURE = 1e-5  # below, scores would overflow; the draw is greedy
 
 
 _FEATURES: dict[str, Callable[[SamplingParams], bool]] = {
@@ -103,6 +106,8 @@ class SamplingState:
     def set_row(self, row: int, params: SamplingParams, key: int, prompt_ids: Sequence[int] = ()) -> None:
         """Begin a request at `row`. Raises RequestError for a logit bias outside the vocabulary."""
         bias = self._check_bias(params)
+        if params.temperature < LEAST_TEMPERATURE:
+            params = msgspec.structs.replace(params, temperature=0.0)
         self.clear_row(row)
         self._register(row, params)
         values: dict[str, Any] = {
