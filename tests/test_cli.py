@@ -153,6 +153,7 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
         (["serve", "--kv-cache-memory-bytes", "9" * 400, "--plugin", "x"], "less than 8 EiB"),
         (["serve", "--swap-space", "1e308", "--plugin", "x"], "less than 8 EiB"),
         (["run", "--text", "a\udcff", "--plugin", "echo"], "valid Unicode"),
+        (["run", "--text", "a", "--param", "k\udcff=1", "--plugin", "echo"], "valid Unicode"),
         (["run", "--text", "a", "--param", "x=" + "[" * 50_000, "--plugin", "echo"], "'params.x' is unknown"),
         (["serve", "--dtype", "int4", "--plugin", "x"], "must be one of auto, float32"),
         (["serve", "--set", "codec", "--plugin", "x"], "expected part=PATH"),
@@ -280,7 +281,7 @@ def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
         (b"\xff\x00\x89PNG", "not JSON"),
         (b'{"a": "\xff"}', "not JSON"),
         (b'{"a":' + b"[" * 100_000, "not JSON"),
-        (b'{"inputs": [], "params": [1]}', "params must be an object"),
+        (b'{"inputs": [], "params": [1]}', "params: must be object"),
     ],
 )
 def test_run_refuses_what_is_no_request(run: Run, tmp_path: Path, content: bytes, words: str) -> None:

@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 10.0
 _STOP_S = 10.0
-_DRAIN_TICK_S = 0.05
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -112,8 +111,8 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
         with contained():
             Worker(spec, graph, found, config, end).run()
     except Exception as error:
-        if not isinstance(error, ConfigError):  # else what to change is told when the start fails: no traceback
-            logger.exception("the worker stopped")
+        # What an operator can change is said when the start fails; where it was found is of no use to them.
+        logger.error("the worker stopped", exc_info=not isinstance(error, ConfigError))
         end.send(Dead(reason=f"{type(error).__name__}: {error}"))
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
@@ -205,7 +204,7 @@ class Server(uvicorn.Server):
         """Wait for running requests, end those left with an error, and then for what is still being sent."""
         deadline = time.monotonic() + self._drain_s
         while self._engine.num_active and not self.force_exit and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_TICK_S)
+            await asyncio.sleep(0.05)
         self.is_cut = self._engine.num_active > 0
         self._engine.cut()
         self.config.timeout_graceful_shutdown = max(1, round(deadline - time.monotonic()))

@@ -23,7 +23,7 @@ SLOW = "x" * 900  # nine seconds at the pace below
 @contextlib.asynccontextmanager
 async def listening(
     serving: Callable[..., Any], *, drain_timeout_s: float
-) -> AsyncIterator[tuple[httpx.AsyncClient, Server, "asyncio.Task[None]", Any]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, Server, asyncio.Task[None], Any]]:
     async with serving(step_s=0.01) as served:
         app = create_app(served.engine, root="tiny", max_body_bytes=4096)
         with socket.socket() as listener:
@@ -39,10 +39,8 @@ async def listening(
                 yield client, server, task, served
 
 
-def ask(client: httpx.AsyncClient, text: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
-    return asyncio.create_task(
-        client.post("/v1/generate", json={"inputs": [{"type": "text", "text": text}], **fields})
-    )
+def ask(client: httpx.AsyncClient, text: str, **fields: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/v1/generate", json={"inputs": [{"type": "text", "text": text}], **fields}))
 
 
 async def streamed(client: httpx.AsyncClient, text: str) -> list[dict[str, Any]]:

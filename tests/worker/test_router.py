@@ -1,9 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from mstar.ipc.messages import Abort, Begin, Close, DropSession, Emit, Failed, StopAt, WalkDone
+import msgspec
+import torch
+
+from mstar.ipc.messages import Abort, Begin, Close, DropSession, Emit, Failed, Open, StopAt, WalkDone
+from mstar.plugin.graph import Call, DynamicLoop, Each, Fixed, Loop, Sequential, Stream, Walk
+from mstar.plugin.program import compile_walk
+from mstar.plugin.states import RequestView, Start, States
+from mstar.plugin.validate import validate
+from mstar.worker.router import Router
 
 
 def finish(worker: Any) -> None:
@@ -118,3 +127,48 @@ def test_children_of_an_ordered_each_start_one_after_the_other(parts: Callable[.
     assert most == 1
     (done,) = worker.messages(WalkDone)
     assert done.counters["lm.decode"] == 4
+
+
+def test_a_loop_that_runs_no_method_fails_its_request_alone(parts: Callable[..., Any]) -> None:
+    worker = parts()
+    walk = worker.graph.states.start(RequestView("generate", ("text",), None, {}))[0].walk
+    program = worker.router.programs[walk]
+    empty = replace(worker.graph, walks=(Walk(name=walk, section=Loop(10**9, Sequential()), inputs=program.inputs),))
+    worker.router.programs[walk] = compile_walk(empty, walk)
+    worker.open("generate", "one", max_tokens=5)
+    (failed,) = worker.messages(Failed)
+    assert failed.status == 500 and walk in failed.message and "ran no method" in failed.message
+    assert not worker.router.requests
+
+
+def test_items_of_nested_eaches_reach_a_fed_lane_whole_and_in_order(parts: Callable[..., Any]) -> None:
+    """Each group of the feeding lane has its own order in the fed one, though groups follow each other in memory."""
+    worker = parts()
+    send = Call("source.emit", sends={"fixed": "fixed"})
+    inner = Each(send, over="inner", ordered=lambda request, iteration: True)
+    produce = Each(inner, over="outer", ordered=lambda request, iteration: True)
+    take = DynamicLoop(None, Call("sink.take", receives={"chunk": "fixed"}, emits={"report": "report"}))
+    graph = replace(
+        worker.graph,
+        walks=(Walk(name="produce", section=produce, inputs=("outer",)), Walk(name="take", section=take)),
+        streams=(Stream(name="fixed", policy=Fixed(1)),),
+        states=States((Start(walk="produce"), Start(walk="take", lane="taking"))),
+    )
+    validate(graph)
+    router = Router(worker.router.spec, graph, modules=worker.modules, scheduler=worker.scheduler)
+    worker.router = router
+    items = [
+        {"inner": [{"counts": torch.ones(4), "base": torch.tensor(10 * k + j)} for j in range(2)]} for k in range(3)
+    ]
+    params = msgspec.to_builtins(router.spec.tasks["chunks"].params())
+    router.handle(
+        Open(
+            request_id="nested", task="chunks", seed=0, arrival=0.0, params=params, fields={}, samplers={},
+            sampler_prompts={}, content_keys={},
+        )
+    )  # fmt: skip
+    router.handle(Begin(request_id="nested", walks={"main": "produce", "taking": "take"}, inputs={"outer": items}))
+    finish(worker)
+    ends = [message.path for message in worker.messages(Emit) if message.final]
+    assert ends == [(outer, inner) for outer in range(3) for inner in range(2)]
+    assert {message.lane for message in worker.messages(WalkDone)} == {"main", "taking"}

@@ -50,10 +50,8 @@ def run(
     request, base = _request(request_file, text)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
     more = _params(params) | ({} if voice is None else {"voice": voice})
-    if more:
-        own = request.get("params") or {}
-        if not isinstance(own, dict):
-            raise RequestError(f"--request {request_file}: params must be an object to add --voice or --param to")
+    own = request.get("params") or {}
+    if more and isinstance(own, dict):  # else it is refused as in every request
         request["params"] = own | more
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)

@@ -67,6 +67,7 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
 def graph(plugin: str | None, model: str | None, style: str | None, output: Path | None) -> None:
     """Draw a model's nodes, walks and streams."""
     from mstar.plugin import draw, loader
+    from mstar.plugin.validate import validate
 
     spec = loader.load(options.choose_plugin(plugin)).spec
     configuration = None
@@ -75,7 +76,9 @@ def graph(plugin: str | None, model: str | None, style: str | None, output: Path
 
         configuration = checkpoint.resolve(spec, model).config
     style = style or (_SUFFIXES.get(output.suffix, "text") if output else "text")
-    drawing = {"text": draw.text, "mermaid": draw.mermaid, "svg": draw.svg}[style](spec.graph(configuration))
+    declared = spec.graph(configuration)
+    validate(declared, spec)
+    drawing = {"text": draw.text, "mermaid": draw.mermaid, "svg": draw.svg}[style](declared)
     if output is None:
         click.echo(drawing)
     else:

@@ -174,9 +174,9 @@ class _EachFields:
 class Each(_EachFields):
     """Run the section once per item of the value `over`, side by side, joined in order.
 
-    An item is a mapping of value names to values, or a bare value (then it is known under `over`'s own name).
-    Each child has its own sequences, slots, samplers and stream buffers; what it sends to the client is released
-    in item order.
+    An item is a mapping of value names to values, or a bare value (then it is known under `over`'s own name); the
+    value `over` is a list of them, `[{}] * n` for n samples. Each child has its own sequences, slots, samplers and
+    stream buffers; what it sends to the client is released in item order.
 
     Args:
         over: name of the value that holds the list of items.
@@ -296,6 +296,9 @@ Policy = Fixed | SlidingWindow | LeftContext | Whole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """An edge between walks that run side by side; `policy` says how its consumer reads it.
+
+    A chunk reaches the receiving port as its items stacked, (n, *item shape), so the port's shape is best None; n
+    varies, and the final chunk may hold none. `Task.chunks` has its flags.
 
     Args:
         name: the stream, as used by `Call.sends` and `Call.receives`.

@@ -154,7 +154,8 @@ def _short(value: Any) -> str:
 def _check_values(value: Any, *, prefix: str) -> None:
     """Refuse, before they reach a tensor or tokeniser, NaN, infinity, integers over 64 bits and lone surrogates."""
     if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        # Keys are checked too, by their place.
+        for key, item in [*enumerate(value), *(value.items() if isinstance(value, dict) else ())]:
             _check_values(item, prefix=f"{prefix}{key}.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])

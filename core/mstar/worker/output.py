@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mstar.ipc.messages import Emit, FromWorker
-from mstar.worker.state import Cursor, Groups, Row
+from mstar.worker.state import Cursor, EachGroup, Groups, Lane, Row
 
 
 class Output:
@@ -41,12 +41,25 @@ class Output:
             for message in group.held.pop(group.next, ()):
                 self._deliver(message, groups[:-1])
 
+    def settle(self, lane: Lane, groups: Groups) -> None:
+        """In a fed lane an item has ended when what fed it has, and no cursor of the lane is left in it."""
+        for level in range(len(groups), 0, -1):
+            group, index = groups[level - 1]
+            if index not in group.fed or any((group, index) in cursor.groups for cursor in lane.live.values()):
+                return
+            self.item_ended(groups[:level])
+
     def _deliver(self, message: Emit, groups: Groups) -> None:
         for group, index in reversed(groups):
             if group.next != index:
                 group.held.setdefault(index, []).append(message)
                 return
         self.messages.append(message)
+
+
+def mirrored(lane: Lane, groups: Groups) -> Groups:
+    """A fed lane's own groups for those of the lane that feeds it."""
+    return tuple((lane.groups.setdefault(group, EachGroup(group.size)), index) for group, index in groups)
 
 
 def to_host(value: Any) -> Any:

@@ -22,7 +22,7 @@ from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, start_loop
 from mstar.worker.modules import Modules
-from mstar.worker.output import Output, to_device, to_host
+from mstar.worker.output import Output, mirrored, to_device, to_host
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, plain
 from mstar.worker.streams import StreamBuffer
@@ -161,13 +161,7 @@ class Router:
                 continue
             self._buffer(request, name, path)
             if path not in consumer.live and path not in consumer.ended:
-                groups = tuple((self._mirror(consumer, group), index) for group, index in cursor.groups)
-                self._start(consumer, path, groups=groups, env=cursor.env)
-
-    def _mirror(self, lane: Lane, group: EachGroup) -> EachGroup:
-        if group not in lane.groups:
-            lane.groups[group] = EachGroup(group.size)
-        return lane.groups[group]
+                self._start(consumer, path, groups=mirrored(consumer, cursor.groups), env=cursor.env)
 
     def _buffer(self, request: RequestState, name: str, path: Path) -> StreamBuffer:
         key = (name, path)
@@ -378,7 +372,16 @@ class Router:
             cursor.lane.reasons[".".join(map(str, path))] = cursor.reason
         for name in sorted(emits):
             self.output.emit(cursor, name, final=True, reason=cursor.reason)
-        self.output.item_ended(cursor.groups)
+        if cursor.parent is None and cursor.lane.is_fed:
+            self.output.settle(cursor.lane, cursor.groups)
+        else:
+            self.output.item_ended(cursor.groups)
+        for stream in cursor.lane.program.all_feeds if cursor.groups else ():
+            consumer = self._consumer_lane(cursor.lane.request, stream)
+            if consumer is not None:
+                groups = mirrored(consumer, cursor.groups)
+                groups[-1][0].fed.add(groups[-1][1])
+                self.output.settle(consumer, groups)
         if path:
             self.holdings.free(cursor.scope)
 

@@ -132,7 +132,7 @@ class Runner:
             rows=rows,
             iteration=iteration,
             draw_keys=draw_keys,
-            sample=partial(_draw, module, draw_rows, draws),
+            sample=partial(_draw, module, works, draw_rows, draws),
             slots=module.slots.tensors,
             plan={name: self._padded(tensor.to(device), works, layout) for name, tensor in plan.tensors.items()},
         )
@@ -343,8 +343,12 @@ class _BatchLayout:
         self.num_tokens = int(self.query_starts[-1])
 
 
-def _draw(module: Module, rows: Tensor, draws: Draws, name: str, logits: Tensor) -> Tensor:
+def _draw(module: Module, works: list[Work], rows: Tensor, draws: Draws, name: str, logits: Tensor) -> Tensor:
     """`ctx.sample`: remembers what it drew, so that it can be taken back."""
+    if name not in module.slots.samplers:
+        raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
+    if not all(name in work.request.info.samplers for work in works):
+        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
     ids = sample(logits, module.slots.samplers[name], rows)
     draws.append((name, rows, ids))
     return ids

@@ -125,12 +125,18 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class EachGroup:
-    """The children of one Each, as far as the order of their output goes."""
+    """The children of one Each, as far as the order of their output goes.
+
+    Args:
+        next: the item whose output goes out; that of later ones is held.
+        fed: in a fed lane, the items whose feeding scope has ended.
+    """
 
     size: int
     next: int = 0
     done: set[int] = field(default_factory=set)
     held: dict[int, list[Emit]] = field(default_factory=dict)
+    fed: set[int] = field(default_factory=set)
 
 
 Groups = tuple[tuple[EachGroup, int], ...]

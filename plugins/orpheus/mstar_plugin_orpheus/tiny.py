@@ -171,7 +171,7 @@ def _language_config(ids: dict[str, int], *, vocab_size: int) -> dict[str, Any]:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": 8192,
         "mlp_bias": False,
         "rms_norm_eps": 1e-05,
         "rope_theta": 500000.0,
