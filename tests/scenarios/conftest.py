@@ -386,8 +386,15 @@ class Served:
         return self.run(gather(), timeout_s=timeout_s)
 
     def check_all(self, asks: list[Ask], *, stagger_s: float = 0.0) -> None:
-        """Ask all together; every answer must be the oracle's."""
+        """Ask all together; every answer must be the oracle's.
+
+        Frames and spans cannot be recomputed from ids. Without swap space several that grow together may lock up, and
+        the youngest fails, as it says; alone it must be right.
+        """
         for ask, answer in zip(asks, self.ask_all(asks, stagger_s=stagger_s), strict=True):
+            may_lock_up = self.config.swap_space_bytes == 0 and ask.task in ("nested", "spans")
+            if may_lock_up and getattr(answer, "code", None) == "kv_cache_exhausted":
+                answer = self.ask(ask)
             assert isinstance(answer, Answer), f"{ask}: {answer!r}"
             self.oracle.check(ask, answer)
 
