@@ -8,6 +8,7 @@ by task to find whose fault it was.
 from __future__ import annotations
 
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose
 from mstar.layers.sampling import sample, unsample
 from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
+from mstar.plugin.program import MethodKey
 from mstar.worker.finish import Finished, Step, explain, finish
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
@@ -27,6 +29,8 @@ from mstar.worker.state import Row, Work, plain, settled
 
 Draws = list[tuple[str, Tensor, Tensor]]
 """(sampler, rows, ids) of every `ctx.sample` of a step."""
+
+MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
 
 _EMPTY_PLAN = Plan()
 
@@ -44,6 +48,8 @@ class Runner:
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
+        self._layouts: dict[tuple[MethodKey, int], _BatchLayout] = {}  # of methods whose rows are alike
+        self._stacked: dict[tuple[MethodKey, str], tuple[list[Any], Tensor]] = {}  # a port's last values, as a batch
 
     def run(self, batch: Batch) -> Finished:
         """Run a batch to the end, isolating failures."""
@@ -72,7 +78,7 @@ class Runner:
         module, works = self.modules[name], batch.works
         method = works[0].op.method
         plan = self._prepare(module, method_name, works)
-        layout = _BatchLayout(method, works, align=self.align)
+        layout = self._layout(batch.key, works)
         self._check_plan(batch, plan, layout)
         draws: Draws = []
         context = self._context(module, method, works, plan, layout, draws)
@@ -93,6 +99,15 @@ class Runner:
             if self.overlap:
                 work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
         return Step(batch, outputs, layout.starts, row_ids)
+
+    def _layout(self, key: MethodKey, works: list[Work]) -> _BatchLayout:
+        method = works[0].op.method
+        if method.has_tokens:
+            return _BatchLayout(method, works, align=self.align)
+        found = self._layouts.get((key, len(works)))
+        if found is None:
+            found = self._layouts[(key, len(works))] = _BatchLayout(method, works, align=self.align)
+        return found
 
     def _prepare(self, module: Module, method: str, works: list[Work]) -> Plan:
         hook = module.prepare.get(method)
@@ -122,13 +137,16 @@ class Runner:
             [work.draw_key for work in works],
             [work.row if work.is_last else 0 for work in works],  # rows that do not end here draw on scratch
         ]
-        np.maximum(layout.query_starts[1:] - 1, 0, out=numbers[4])
-        rows, iteration, draw_keys, draw_rows, last_tokens = torch.from_numpy(numbers).to(device).unbind(0)
+        is_plain = plan.positions is None and layout.is_single and all(w.position.is_integer() for w in works)
+        if is_plain:
+            numbers[4, : len(works)] = [work.position for work in works]
+        rows, iteration, draw_keys, draw_rows, positions = torch.from_numpy(numbers).to(device).unbind(0)
+        query_starts, last_tokens = layout.on_device(device)
         context = Context(
             num_rows=layout.num_rows,
-            query_starts=torch.from_numpy(layout.query_starts).to(device),
+            query_starts=query_starts,
             last_tokens=last_tokens,
-            positions=self._positions(works, plan, layout),
+            positions=positions if is_plain else self._positions(works, plan, layout),
             rows=rows,
             iteration=iteration,
             draw_keys=draw_keys,
@@ -182,7 +200,7 @@ class Runner:
             missing = layout.num_tokens - positions.shape[0]
             return _repeat_last(positions, missing)
         starts = np.array([w.position for w in works] + [0.0] * layout.num_padding)
-        if layout.num_tokens != layout.num_rows or layout.query_lens.max(initial=0) != 1:
+        if not layout.is_single:
             starts = np.concatenate(
                 [np.arange(n) + s for s, n in zip(starts, layout.query_lens, strict=True)] or [np.zeros(0)]
             )
@@ -207,13 +225,13 @@ class Runner:
             values = [example if v is None else v for v in values]
         elif port.optional:
             context.present[port.name] = torch.ones(layout.num_rows, dtype=torch.bool, device=self.device)
-        batch = self._stack(values)
+        batch = self._stack(values, (works[0].key, port.name))
         if layout.num_padding:
             batch = _repeat_last(batch, layout.num_padding)
         return self._cast(port, batch)
 
-    def _stack(self, values: list[Any]) -> Tensor:
-        """Rows side by side; without copying where they lie so already."""
+    def _stack(self, values: list[Any], port: tuple[MethodKey, str]) -> Tensor:
+        """Rows side by side; without copying where they lie so already, or are the very ones of the last step."""
         first = values[0]
         if type(first) is Row:
             source = first.batch.tensor
@@ -222,8 +240,13 @@ class Runner:
                 if index == list(range(len(index))):
                     return source if len(index) == source.shape[0] else source[: len(index)]
                 return source.index_select(0, torch.tensor(index, device=source.device))
-        tensors = [plain(v) for v in values]
-        return torch.stack([v if isinstance(v, Tensor) else torch.as_tensor(v, device=self.device) for v in tensors])
+        before, batch = self._stacked.get(port, ([], None))
+        if batch is None or len(before) != len(values) or not all(map(is_, before, values)):
+            rows = [plain(v) for v in values]
+            batch = torch.stack([v if isinstance(v, Tensor) else torch.as_tensor(v, device=self.device) for v in rows])
+            if batch.numel() <= MOST_KEPT:
+                self._stacked[port] = values, batch
+        return batch
 
     def _collate_tokens(
         self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout, context: Context
@@ -319,7 +342,9 @@ class _BatchLayout:
     With `align` > 1 rows and tokens are padded to its multiples by rows that write to the scratch page and slot row.
     """
 
-    __slots__ = ("num_padding", "num_rows", "num_tokens", "query_lens", "query_starts", "starts")
+    __slots__ = (
+        "_tensors", "is_single", "num_padding", "num_rows", "num_tokens", "query_lens", "query_starts", "starts",
+    )  # fmt: skip
 
     def __init__(self, method: Method, works: list[Work], *, align: int) -> None:
         lens = [work.num_tokens for work in works] if method.kv is not None or method.has_tokens else [1] * len(works)
@@ -341,6 +366,15 @@ class _BatchLayout:
         self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
         np.cumsum(self.query_lens, out=self.query_starts[1:])
         self.num_tokens = int(self.query_starts[-1])
+        self.is_single = bool((self.query_lens == 1).all())
+        self._tensors: tuple[Tensor, Tensor] | None = None
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(query_starts, last_tokens) as tensors, made once."""
+        if self._tensors is None:
+            last = np.maximum(self.query_starts[1:].astype(np.int64) - 1, 0)
+            self._tensors = torch.from_numpy(self.query_starts).to(device), torch.from_numpy(last).to(device)
+        return self._tensors
 
 
 def _draw(module: Module, works: list[Work], rows: Tensor, draws: Draws, name: str, logits: Tensor) -> Tensor:
