@@ -89,7 +89,7 @@ class Task:
     inputs: dict[str, Any]
     iteration: int = 0
     length: int = 0
-    position: float = 0
+    position: float = 0.0
     num_tokens: int = 0
     is_first: bool = True
     is_last: bool = True
