@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mstar.errors import ConfigError
 from mstar.layers.attention import AttentionPlan, KVBatch, build_plan, choose_backend, varlen_attention
+from mstar.layers.attention.plain import PlainBackend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -116,15 +117,20 @@ def cpu() -> Any:
     return choose_backend("cpu", "cpu")
 
 
+@pytest.fixture(scope="module", params=["cpu", "plain"])
+def backend(request: pytest.FixtureRequest, cpu: Any) -> Any:
+    return cpu if request.param == "cpu" else PlainBackend()
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_agrees_with_the_reference(
-    mode: str, window: int | None, dtype: torch.dtype, batch_invariant: bool, cpu: Any, reference: Any
+    mode: str, window: int | None, dtype: torch.dtype, batch_invariant: bool, backend: Any, reference: Any
 ) -> None:
     scene = Scene(**MODES[mode], dtype=dtype, batch_invariant=batch_invariant)
-    assert_same(scene.run(cpu, window=window), scene.run(reference, window=window))
+    assert_same(scene.run(backend, window=window), scene.run(reference, window=window))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -133,33 +139,26 @@ def test_every_mode_agrees_with_the_reference(
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("mode", ["decode", "mixed", "no-write"])
 def test_every_shape_agrees_with_the_reference(
-    mode: str, group: int, dim: int, page_size: int, batch_invariant: bool, cpu: Any, reference: Any
+    mode: str, group: int, dim: int, page_size: int, batch_invariant: bool, backend: Any, reference: Any
 ) -> None:
     scene = Scene(**MODES[mode], heads=2 * group, dim=dim, page_size=page_size, batch_invariant=batch_invariant)
-    assert_same(scene.run(cpu, scale=0.2), scene.run(reference, scale=0.2))
+    assert_same(scene.run(backend, scale=0.2), scene.run(reference, scale=0.2))
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lens", [[1, 1, 1], [150, 1, 3]], ids=["decode", "prefill"])
 def test_rows_too_large_to_gather_together_agree(
-    lens: list[int], dtype: torch.dtype, window: int | None, cpu: Any, reference: Any
+    lens: list[int], dtype: torch.dtype, window: int | None, backend: Any, reference: Any
 ) -> None:
     scene = Scene(query_lens=lens, context_lens=[300, 7, 260], dim=64, kv_heads=2, page_size=16, dtype=dtype)
-    assert_same(scene.run(cpu, window=window), scene.run(reference, window=window))
+    assert_same(scene.run(backend, window=window), scene.run(reference, window=window))
 
 
-def test_native_bfloat16_arithmetic_agrees(reference: Any) -> None:
-    from mstar.layers.attention.plain import PlainBackend
-
-    scene = Scene(**MODES["mixed"], dtype=torch.bfloat16)
-    assert_same(scene.run(PlainBackend(native_bfloat16=True)), scene.run(reference))
-
-
-def test_padding_rows_may_share_the_scratch_page(cpu: Any, reference: Any) -> None:
+def test_padding_rows_may_share_the_scratch_page(backend: Any, reference: Any) -> None:
     scene = Scene(query_lens=[1, 1, 1], context_lens=[6, 0, 0])
     scene.page_table[1:] = 0
-    actual, expected = scene.run(cpu), scene.run(reference)
+    actual, expected = scene.run(backend), scene.run(reference)
     torch.testing.assert_close(actual[0][0], expected[0][0])
     assert torch.equal(actual[1][1:].nan_to_num(), expected[1][1:].nan_to_num())
 
@@ -194,12 +193,12 @@ def test_varlen_agrees_with_the_reference(
     torch.testing.assert_close(*results, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_inputs_may_be_slices_of_a_fused_projection(cpu: Any, reference: Any) -> None:
+def test_inputs_may_be_slices_of_a_fused_projection(backend: Any, reference: Any) -> None:
     scene = Scene(**MODES["mixed"])
     fused = torch.cat([x.flatten(1) for x in (scene.q, scene.k, scene.v)], dim=1)
     parts = fused.split([scene.heads * scene.dim, scene.kv_heads * scene.dim, scene.kv_heads * scene.dim], dim=1)
     scene.q, scene.k, scene.v = (part.unflatten(1, (-1, scene.dim)) for part in parts)
-    assert_same(scene.run(cpu), scene.run(reference))
+    assert_same(scene.run(backend), scene.run(reference))
 
 
 # ---- the plan -------------------------------------------------------------------------------------------

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mstar.layers.attention import KVBatch, build_plan, choose_backend, varlen_attention
+from mstar.layers.attention import KVBatch, build_plan, varlen_attention
+from mstar.layers.attention.cpu import CpuBackend
+from mstar.layers.attention.plain import PlainBackend
 
+BACKENDS: dict[str, Any] = {"cpu": CpuBackend(), "plain": PlainBackend()}
 LENGTH = 150  # of each sequence: more than one tile of keys
 
 
@@ -27,6 +30,7 @@ class Sequences:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     seed: int = 0
+    backend: str = "cpu"
     spans: list[tuple[int, int]] = field(default_factory=list)  # in every sequence
 
     def __post_init__(self) -> None:
@@ -43,7 +47,6 @@ class Sequences:
         table = (rng.permutation(self.count * width).astype(np.int32) + 1).reshape(self.count, width)
         pool = (self.count * width + 1, self.kv_heads, self.page_size, self.dim)
         keys, values = (torch.full(pool, torch.nan, dtype=self.dtype) for _ in range(2))
-        backend = choose_backend("cpu", "cpu")
         done = np.zeros(self.count, dtype=np.int32)
         out = torch.empty_like(self.q)
         for step in steps:
@@ -55,11 +58,11 @@ class Sequences:
                 page_size=self.page_size,
                 device="cpu",
                 spans=[self._spans(done[row], num) for row, num in step],
-                batch_invariant=True,
+                batch_invariant=self.backend == "plain",  # the kernel is so always
             )
             taken = [(row, slice(done[row], done[row] + num)) for row, num in step]
             q, k, v = (torch.cat([x[row, part] for row, part in taken]) for x in (self.q, self.k, self.v))
-            result = KVBatch(plan, [keys], [values], backend).attend(0, q, k, v, window=self.window)
+            result = KVBatch(plan, [keys], [values], BACKENDS[self.backend]).attend(0, q, k, v, window=self.window)
             for (row, part), piece in zip(taken, result.split([num for _, num in step]), strict=True):
                 out[row, part] = piece
             done[rows] += plan.host.query_lens
@@ -99,13 +102,20 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual, expected), f"{(actual != expected).float().mean():.1%} of the values differ"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("group", "kv_heads", "dim", "page_size"), [(3, 2, 8, 4), (1, 1, 72, 16), (8, 2, 64, 16)])
 def test_any_batching_and_chunking_gives_the_same_bits(
-    group: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, window: int | None
+    group: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, window: int | None, backend: str
 ) -> None:
-    options: dict[str, Any] = {"heads": group * kv_heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
+    options: dict[str, Any] = {
+        "backend": backend,
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "dtype": dtype,
+    }
     sequences = Sequences(count=3, window=window, page_size=page_size, **options)
     expected = sequences.run(whole(3))
     for seed in (1, 2):
@@ -113,29 +123,32 @@ def test_any_batching_and_chunking_gives_the_same_bits(
         assert_same_bits(sequences.run(random_steps(3, seed=seed)), expected)
 
 
-def test_token_by_token_equals_one_prefill() -> None:
-    sequences = Sequences(count=1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_token_by_token_equals_one_prefill(backend: str) -> None:
+    sequences = Sequences(count=1, backend=backend)
     assert_same_bits(sequences.run([[(0, 1)]] * LENGTH), sequences.run(whole(1)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [4, 7, 64])
-def test_page_size_does_not_change_the_bits(size: int) -> None:
-    assert_same_bits(
-        Sequences(count=1, page_size=size).run([[(0, 100)], [(0, 50)]]), Sequences(count=1, page_size=16).run(whole(1))
-    )
+def test_page_size_does_not_change_the_bits(size: int, backend: str) -> None:
+    whole_row = Sequences(count=1, page_size=16, backend=backend).run(whole(1))
+    assert_same_bits(Sequences(count=1, page_size=size, backend=backend).run([[(0, 100)], [(0, 50)]]), whole_row)
 
 
-def test_spans_keep_their_bits() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_spans_keep_their_bits(backend: str) -> None:
     spans = [(3, 40), (40, 49), (90, 130)]
-    sequences = Sequences(count=3, spans=spans)
+    sequences = Sequences(count=3, spans=spans, backend=backend)
     expected = sequences.run(whole(3))
     for seed in range(3):
         sequences.seed = seed
         assert_same_bits(sequences.run(random_steps(3, seed=seed, borders=spans)), expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("full", [False, True])
-def test_uncached_tokens_have_the_bits_of_cached_ones(full: bool) -> None:
+def test_uncached_tokens_have_the_bits_of_cached_ones(full: bool, backend: str) -> None:
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     contexts, num, size = [21, 130], 9, 4
@@ -155,7 +168,7 @@ def test_uncached_tokens_have_the_bits_of_cached_ones(full: bool) -> None:
             batch_invariant=True,
         )
         tokens = torch.cat([torch.arange(row * num, (row + 1) * num) for row in rows])
-        batch = KVBatch(plan, [pool[0].clone()], [pool[1].clone()], choose_backend("cpu", "cpu"))
+        batch = KVBatch(plan, [pool[0].clone()], [pool[1].clone()], BACKENDS[backend])
         return batch.attend(0, q[tokens], k[tokens], v[tokens])
 
     together = run([0, 1], write=False)

@@ -1,6 +1,7 @@
 """Builds C++ kernels for this machine's CPU, once, into the cache folder. Runs in workers, at first use.
 
-Sources are plain functions over pointers, without torch's headers, so that a build takes a second or two.
+Sources are plain functions over pointers, without torch's headers, so that a build takes a few seconds. `vectors.h`
+beside this module is what they share.
 """
 
 from __future__ import annotations
@@ -13,12 +14,30 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from mstar.config import environment
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
+_HEADER = Path(__file__).with_name("vectors.h")
 _logger = logging.getLogger(__name__)
+
+
+def function(source: Path, dtype: torch.dtype, arguments: Sequence[Any]) -> Callable[..., None] | None:
+    """The function of a source file that is named after it and a dtype, for example `linear_bfloat16`.
+
+    Returns None for other dtypes than float32 and bfloat16, and where the file cannot be built.
+    """
+    found = library(source) if dtype in (torch.float32, torch.bfloat16) else None
+    if found is None:
+        return None
+    entry = found[f"{source.stem}_{dtype}".replace("torch.", "")]
+    entry.argtypes, entry.restype = arguments, None
+    return entry
 
 
 @functools.cache
@@ -41,13 +60,13 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 def _open(source: Path, *, compiler: str, folder: Path) -> ctypes.CDLL:
     version = _run(compiler, "--version")
-    identity = "\0".join((source.read_text(), *_FLAGS, compiler, version, _processor()))
+    identity = "\0".join((source.read_text(), _HEADER.read_text(), *_FLAGS, compiler, version, _processor()))
     target = folder / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
-            _run(compiler, *_FLAGS, "-c", str(source), "-o", compiled)
+            _run(compiler, *_FLAGS, f"-I{_HEADER.parent}", "-c", str(source), "-o", compiled)
             # Linked without -fopenmp, to share the threads of torch's own OpenMP instead of starting a second team.
             _run(compiler, "-shared", compiled, "-o", linked)
             os.replace(linked, target)

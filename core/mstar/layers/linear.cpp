@@ -2,36 +2,14 @@
 //
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
 // row depend on that row alone. Weights are read where they lie, once per block of rows.
-#include <cstdint>
-#include <cstring>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, TILE_COLUMNS = 4;
-#else
-constexpr int LANES = 8, TILE_COLUMNS = 2;
-#endif
-constexpr int TILE_ROWS = 4;
+#include "vectors.h"
+
+constexpr int TILE_COLUMNS = LANES / 4, TILE_ROWS = 4;
 constexpr int64_t BLOCK_ROWS = 32;  // rows whose float32 copies stay in the second-level cache
 constexpr int64_t BLOCK_COLUMNS = 12;
-constexpr int STEP = 2 * LANES;
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-
-// Spelt out, and the build forbids the compiler to fuse elsewhere: whether it does differs from one tile to the next.
-static inline Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -45,20 +23,6 @@ static inline void narrow(float x, uint16_t* out) {
     memcpy(&bits, &x, 4);
     bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     *out = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-// One of the two vectors that STEP weights make: for bfloat16 those at even or at odd places, which takes no shuffling;
-// `unpack` lays the inputs out to match.
-template <int HALF>
-static inline Floats load(const float* p) {
-    Floats v;
-    memcpy(&v, p + HALF * LANES, sizeof v);
-    return v;
-}
-template <int HALF>
-static inline Floats load(const uint16_t* p) {
-    Words words;
-    memcpy(&words, p, sizeof words);
-    return (Floats)(HALF ? words & 0xffff0000u : words << 16);
 }
 static void unpack(const float* x, float* out, int64_t K) { memcpy(out, x, K * sizeof(float)); }
 static void unpack(const uint16_t* x, float* out, int64_t K) {
@@ -76,17 +40,18 @@ static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, con
     Floats w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) w[c] = load<HALF>(weight + c * K);
     for (int r = 0; r < ROWS; r++) {
-        Floats value;
-        memcpy(&value, x + r * K + HALF * LANES, sizeof value);
+        const Floats value = load<HALF>(x + r * K);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = multiply_add(value, w[c], sums[r][c]);
     }
 }
 
 template <typename T, int ROWS, int COLUMNS>
-static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t N, int64_t K) {
+static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t N, int64_t K, bool is_first) {
     Floats sums[ROWS][COLUMNS] = {};
     int64_t k = 0;
     for (; k + STEP <= K; k += STEP) {
+        // Weights are read by the first rows of a block: the processor does not guess in time where the next ones lie.
+        for (int c = 0; c < COLUMNS && is_first; c++) __builtin_prefetch(weight + (c + 2 * COLUMNS) * K + k);
         accumulate<0>(sums, x + k, weight + k, K);
         accumulate<1>(sums, x + k, weight + k, K);
     }
@@ -103,11 +68,12 @@ static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t
 
 // ROWS rows by all of a block's columns, COLUMNS at a time; few rows need many columns to keep the adders busy.
 template <typename T, int ROWS, int COLUMNS>
-static void strip(const float* x, const T* weight, const T* bias, T* out, int64_t columns, int64_t N, int64_t K) {
+static void strip(const float* x, const T* weight, const T* bias, T* out, int64_t columns, int64_t N, int64_t K,
+                  bool is_first) {
     int64_t c = 0;
     for (; c + COLUMNS <= columns; c += COLUMNS)
-        tile<T, ROWS, COLUMNS>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K);
-    for (; c < columns; c++) tile<T, ROWS, 1>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K);
+        tile<T, ROWS, COLUMNS>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K, is_first);
+    for (; c < columns; c++) tile<T, ROWS, 1>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K, is_first);
 }
 
 template <typename T>
@@ -124,9 +90,9 @@ static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M
             const T *w = weight + n * K, *b = bias ? bias + n : nullptr;
             T* target = out + begin * N + n;
             for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-                strip<T, TILE_ROWS, TILE_COLUMNS>(scratch + r * K, w, b, target + r * N, columns, N, K);
-            for (; r + 2 <= rows; r += 2) strip<T, 2, 4>(scratch + r * K, w, b, target + r * N, columns, N, K);
-            for (; r < rows; r++) strip<T, 1, 6>(scratch + r * K, w, b, target + r * N, columns, N, K);
+                strip<T, TILE_ROWS, TILE_COLUMNS>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
+            for (; r + 2 <= rows; r += 2) strip<T, 2, 4>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
+            for (; r < rows; r++) strip<T, 1, 6>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
         }
     }
 }

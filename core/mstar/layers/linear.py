@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mstar.errors import ConfigError
-from mstar.layers.kernels import library
+from mstar.layers.kernels import function
 
 ROWS = 16  # batches are padded to a multiple of it when they must be invariant
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
-_ENTRIES = {torch.bfloat16: "linear_bfloat16", torch.float32: "linear_float32"}
+_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
 
 Embedding = nn.Embedding
 
@@ -90,13 +90,9 @@ def _kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
     In float32 it is no faster than torch's from 16 rows on and a quarter slower at 32, but up to there a decoded token
     then does not depend on its batch.
     """
-    name = _ENTRIES.get(dtype)
-    found = library(Path(__file__).with_suffix(".cpp")) if name else None
-    if found is None or name is None:
+    entry = function(Path(__file__).with_suffix(".cpp"), dtype, _ARGUMENTS)
+    if entry is None:
         return None, 0
-    entry = found[name]
-    entry.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
-    entry.restype = None
     if dtype == torch.float32:
         return entry, 32
     return entry, 8 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1 << 40

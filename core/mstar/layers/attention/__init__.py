@@ -4,7 +4,7 @@ Modes: causal, bidirectional spans, no-write, varlen without cache, sliding wind
 """
 
 from mstar.layers.attention.op import AttentionBackend, KVBatch, choose_backend, varlen_attention
-from mstar.layers.attention.plan import AttentionPlan, HostPlan, build_plan
+from mstar.layers.attention.plan import AttentionPlan, HostPlan, build_plan, decode_plan
 
 __all__ = [
     "AttentionBackend",
@@ -13,5 +13,6 @@ __all__ = [
     "KVBatch",
     "build_plan",
     "choose_backend",
+    "decode_plan",
     "varlen_attention",
 ]

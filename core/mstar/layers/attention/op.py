@@ -1,7 +1,7 @@
 """The attention op, `mstar::attention`, and what models call: `ctx.kv.attend` and `varlen_attention`.
 
-The op is one for all modes and opaque to `torch.compile`; the backend is chosen once, at start-up. Runs in workers;
-knows nothing of requests or of who owns the pages.
+The op is one for all modes and opaque to `torch.compile`; without compilation the backend, chosen once at start-up, is
+called directly. Runs in workers; knows nothing of requests or of who owns the pages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mstar.errors import ConfigError
+from mstar.layers.attention.cpu import CpuBackend
 from mstar.layers.attention.flashinfer import FlashInferBackend
 from mstar.layers.attention.plain import PlainBackend
 from mstar.layers.attention.plan import AttentionPlan, Pool, Varlen, plan_from_tensors
@@ -61,7 +62,7 @@ def choose_backend(device: torch.device | str, name: str | None = None) -> Atten
     elif name == "cpu":
         if kind != "cpu":
             raise ConfigError(f"attention backend 'cpu' cannot run on {kind!r}; use 'auto' or 'flashinfer'")
-        backend = PlainBackend()
+        backend = CpuBackend()
     elif name == "flashinfer":
         if kind != "cuda":
             raise ConfigError(f"attention backend 'flashinfer' needs a CUDA device, not {kind!r}; use 'auto' or 'cpu'")
@@ -70,9 +71,12 @@ def choose_backend(device: torch.device | str, name: str | None = None) -> Atten
         raise ConfigError(f"unknown attention backend {name!r}; use 'auto', 'cpu', 'flashinfer' or 'reference'")
     elif kind == "cuda" and importlib.util.find_spec("flashinfer") is not None:
         backend = FlashInferBackend(device=torch.device(device), strict=False)
+    elif kind == "cpu":
+        backend = CpuBackend()
     else:
-        if kind == "cuda":
-            logger.warning("attention runs in plain torch: flashinfer is not installed; install mstar-core[cuda]")
+        logger.warning(
+            "attention runs in plain torch: no faster backend for %r; on CUDA install mstar-core[cuda]", kind
+        )
         backend = PlainBackend()
     _BACKENDS[backend.name] = backend
     _DEFAULTS[kind] = backend.name
@@ -94,7 +98,7 @@ class KVBatch:
         self.plan = plan
         self.keys = keys
         self.values = values
-        self.backend_name = backend.name
+        self.backend = backend
         _BACKENDS[backend.name] = backend
         _PLANS[plan.query_starts.data_ptr()] = plan
 
@@ -110,10 +114,13 @@ class KVBatch:
         """
         plan = self.plan
         pool = self.keys[layer], self.values[layer]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if not torch.compiler.is_compiling():
+            assert pool[0].shape[2] == plan.page_size, f"pool has pages of {pool[0].shape[2]}, not {plan.page_size}"
+            return self.backend.paged(q, k, v, pool, plan, scale=scale, window=window or 0)
         rows = plan.query_starts, plan.context_lens, plan.page_table, plan.slot_mapping, plan.visible_end
         flags = plan.write, plan.decode, plan.batch_invariant
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        name = self.backend_name
+        name = self.backend.name
         return torch.ops.mstar.attention(q, k, v, *pool, *rows, scale, window or 0, 0, False, *flags, name)  # type: ignore[no-any-return]
 
 

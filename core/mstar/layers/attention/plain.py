@@ -1,8 +1,7 @@
-"""Attention in plain torch: the CPU backend, and the fallback where another backend has no kernel.
+"""Attention in plain torch: where another backend has no kernel, on any device.
 
-A step is cut into blocks of queries, each two batched products with the keys and values gathered for it. Without
-native bfloat16 products the arithmetic is float32. No row's result depends on a slot it does not own, not even behind
-a mask: a neighbour's NaN must stay its own.
+A step is cut into blocks of queries, each two batched products with the keys and values gathered for it, in float32 or
+wider. No row's result depends on a slot it does not own, not even behind a mask: a neighbour's NaN must stay its own.
 
 Batch invariance: a product of a multiple of 16 rows that sums few numbers gives a row the same bits in any place and
 company. So queries are padded to such a multiple, and values are summed 128 keys at a time, in order of the keys; what
@@ -11,8 +10,6 @@ a query does not see adds exact zeros.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,13 +51,7 @@ class _Block:
 class PlainBackend:
     """Runs on any device; planning reads the host twins only."""
 
-    name = "cpu"
-
-    def __init__(self, *, native_bfloat16: bool | None = None) -> None:
-        if native_bfloat16 is None:
-            native_bfloat16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
-        self._native_bfloat16 = native_bfloat16
-        self._buffers = _Buffers()
+    name = "plain"
 
     def require(self, *, head_dim: int, dtype: torch.dtype) -> None:
         """Every head dimension and floating dtype works."""
@@ -71,77 +62,42 @@ class PlainBackend:
         if plan.write:
             write_kv(plan, k=k, v=v, pool=pool)
         (num, heads, dim), kv_heads = q.shape, k.shape[1]
-        own_group, invariant = heads // kv_heads, plan.batch_invariant
-        group = own_group + (plan.decode and own_group % 4 == 3)  # products of three rows cost more than of four
-        scaled = q.to(self._compute_dtype(q.dtype, invariant=invariant)) * scale
+        group, invariant = heads // kv_heads, plan.batch_invariant
         # The group of query heads that share a KV head is folded into the queries.
-        grouped = functional.pad(scaled.view(num, kv_heads, own_group, dim), (0, 0, 0, group - own_group))
-        folded = grouped.transpose(0, 1).reshape(kv_heads, num * group, dim)
+        scaled = (q.to(_wide(q.dtype)) * scale).view(num, kv_heads, group, dim)
+        folded = scaled.transpose(0, 1).reshape(kv_heads, num * group, dim)
         results = torch.empty_like(folded)
         for block in _blocks(plan, kv_heads=kv_heads, dim=dim, window=window):
             some = slice(block.queries.start * group, block.queries.stop * group)
             queries = folded[:, some].reshape(kv_heads * block.num_rows, -1, dim)
-            # One after the other, so that each is used while it is in the processor's cache.
-            keys = self._gather(block, pool[0], k, dtype=folded.dtype)
+            keys = _gather(block, pool[0], k, dtype=folded.dtype)
             weights = _weigh(queries, keys, hidden=block.hidden, group=group, invariant=invariant)
-            values = self._gather(block, pool[1], v, dtype=folded.dtype)
+            values = _gather(block, pool[1], v, dtype=folded.dtype)
             if block.num_rows > 1 and block.hidden is not None:  # what follows the end of a row is not its own
                 values.view(kv_heads, block.num_rows, -1, dim).masked_fill_(block.hidden.transpose(1, 2), 0)
             mixed = _mix(weights, values, invariant=invariant)
             results[:, some] = mixed[:, : queries.shape[1]].reshape(kv_heads, -1, dim)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        results = results.view(kv_heads, num, group, dim)[:, :, :own_group].transpose(0, 1)
-        out.view(results.shape).copy_(results)
+        out.view(scaled.shape).copy_(results.view(kv_heads, num, group, dim).transpose(0, 1))
         return out
 
     def varlen(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, how: Varlen) -> Tensor:
         if q.shape[0] == 0:
             return torch.empty_like(q)
-        dtype = self._compute_dtype(q.dtype, invariant=how.batch_invariant)
         num_sequences = len(starts) - 1
         if q.shape[0] == how.max_len * num_sequences:  # no need to wait for `starts` to arrive from a device
             lens = [how.max_len] * num_sequences
             sizes = lens if how.batch_invariant else [q.shape[0]]
         else:
             lens = sizes = [length for length in starts.diff().tolist() if length]
+        native = q.is_cuda or (q.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        dtype = q.dtype if native and not how.batch_invariant else _wide(q.dtype)
         parts = zip(*(x.to(dtype).split(sizes) for x in (q, k, v)), lens, strict=False)
         return torch.cat([_attend_whole(*part, length=length, how=how) for *part, length in parts]).to(q.dtype)
 
-    def _gather(self, block: _Block, pool: Tensor, new: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The keys or values of a block, (Hkv * R, S, D); valid until the next call."""
-        (rows, num_pages), (size, dim) = block.pages.shape, pool.shape[2:]
-        by_page = pool.view(-1, size * dim)
-        pages = self._buffers.take((block.pages.numel(), size * dim), dtype=pool.dtype, device=pool.device)
-        torch.index_select(by_page, 0, block.pages.view(-1), out=pages)
-        if dtype != pool.dtype:
-            pages = self._buffers.take(pages.shape, dtype=dtype, device=pool.device).copy_(pages)
-        gathered = pages.view(rows, num_pages * size, dim)[:, : block.cached]
-        if block.num_keys > block.cached:
-            gathered = functional.pad(gathered, (0, 0, 0, block.num_keys - block.cached))
-        if block.uncached is not None:
-            uncached = new[block.uncached].to(pool.dtype).transpose(0, 1)
-            gathered[:, block.cached : block.cached + uncached.shape[1]] = uncached
-        return gathered
 
-    def _compute_dtype(self, dtype: torch.dtype, *, invariant: bool) -> torch.dtype:
-        if dtype == torch.bfloat16 and self._native_bfloat16 and not invariant:
-            return dtype
-        return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-class _Buffers(threading.local):
-    """Memory kept between calls, per thread: fresh large blocks cost a page fault per 4 KiB."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor, valid until the next `take` of this dtype."""
-        size = math.prod(shape)
-        block = self._blocks.get((dtype, device))
-        if block is None or len(block) < size:
-            block = self._blocks[dtype, device] = torch.empty(size, dtype=dtype, device=device)
-        return block[:size].view(shape)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def write_kv(plan: AttentionPlan, *, k: Tensor, v: Tensor, pool: Pool) -> None:
@@ -200,6 +156,19 @@ def _block(
     mask = torch.from_numpy(hidden).to(pages.device).view(pages.shape[1], -1, len(columns)) if hidden.any() else None
     read = pages[:, :, keys.start // size : -(-stored // size)].flatten(0, 1).contiguous()
     return _Block(queries, pages.shape[1], read, stored - keys.start, uncached, len(columns), mask)
+
+
+def _gather(block: _Block, pool: Tensor, new: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The keys or values of a block, (Hkv * R, S, D)."""
+    (rows, num_pages), (size, dim) = block.pages.shape, pool.shape[2:]
+    pages = pool.view(-1, size * dim).index_select(0, block.pages.view(-1)).to(dtype)
+    gathered = pages.view(rows, num_pages * size, dim)[:, : block.cached]
+    if block.num_keys > block.cached:
+        gathered = functional.pad(gathered, (0, 0, 0, block.num_keys - block.cached))
+    if block.uncached is not None:
+        uncached = new[block.uncached].to(pool.dtype).transpose(0, 1)
+        gathered[:, block.cached : block.cached + uncached.shape[1]] = uncached
+    return gathered
 
 
 def _weigh(q: Tensor, keys: Tensor, *, hidden: Tensor | None, group: int, invariant: bool) -> Tensor:
