@@ -322,6 +322,61 @@ def test_page_tables_are_padded_with_the_scratch_page() -> None:
     pool.check_integrity([*sequences, long])
 
 
+def test_page_tables_show_every_change_of_a_page() -> None:
+    pool = make_pool(64)
+    one, two = pool.create(), pool.create()
+    assert pool.reserve(one, SIZE)
+    assert pool.reserve(two, 3)
+    tables = [pool.page_table([one, two], num_rows=3, width=2)]
+    assert tables[0].tolist() == [[one.pages[0], 0], [two.pages[0], 0], [0, 0]]
+    pool.commit(one, SIZE)
+    assert pool.page_table([one, two], num_rows=3, width=2) is tables[0], "no page has changed"
+    assert pool.reserve(one, 1)  # a page more
+    tables.append(pool.page_table([one, two]))
+    pool.commit(two, 2)
+    fork = pool.fork(two)
+    assert pool.reserve(two, 1)  # a copy of the shared page
+    tables.append(pool.page_table([one, two]))
+    pool.free(fork)
+    pool.rollback(one, 1)
+    tables.append(pool.page_table([one, two]))
+    pool.free(one)
+    again = pool.create()  # in the row that became free
+    assert pool.reserve(again, 1)
+    assert pool.page_table([again, two]).tolist() == [again.pages, two.pages]
+    assert len({table.tobytes() for table in tables}) == 4
+    pool.check_integrity([again, two])
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_rows_are_committed_and_learned_as_tokens_are_one_by_one(prefix_cache: bool) -> None:
+    pools = [make_pool(64, prefix_cache=prefix_cache) for _ in range(2)]
+    pairs = [[pool.create() for _ in range(3)] for pool in pools]
+    for pool, sequences in zip(pools, pairs, strict=True):
+        for sequence, prompt in zip(sequences, ([1, 2], [3], []), strict=True):
+            assert pool.reserve(sequence, len(prompt))
+            pool.commit(sequence, len(prompt), ids=prompt or None)
+        assert pool.reserve(sequences[2], 1)
+        pool.commit(sequences[2], 1)  # not from ids: those of later tokens are of no use
+    for turn in range(2 * SIZE + 1):
+        for pool, sequences in zip(pools, pairs, strict=True):
+            assert all(pool.reserve(sequence, 1) for sequence in sequences)
+        rows, plain = pairs
+        slots = pools[0].next_slots(rows)
+        assert slots == [s.pages[s.length // SIZE] * SIZE + s.length % SIZE for s in rows]
+        pools[0].commit_rows(rows)
+        pools[0].learn([(sequence, sequence.length - 1, turn) for sequence in rows])
+        for sequence in plain:
+            is_known = len(sequence.ids) == sequence.length
+            pools[1].commit(sequence, 1, ids=[turn] if is_known else None)
+        for one, other in zip(rows, plain, strict=True):
+            known = ("length", "position", "ids", "page_hashes", "history")
+            assert [getattr(one, name) for name in known] == [getattr(other, name) for name in known]
+    assert [len(sequence.page_hashes) for sequence in pairs[0]] == ([2, 2, 0] if prefix_cache else [0, 0, 0])
+    for pool, sequences in zip(pools, pairs, strict=True):
+        pool.check_integrity(sequences)
+
+
 class Walk:
     """A random walk over a pool, with a plain list of values, positions and spans per sequence as oracle."""
 

@@ -152,9 +152,9 @@ def test_ids_told_later_are_cached_then() -> None:
     pool.commit(sequence, 1)
     pool.commit(sequence, 1)
     assert hits(pool, IDS) == 4
-    pool.learn(sequence, IDS[7:8])
+    pool.learn([(sequence, 7, IDS[7])])
     assert hits(pool, IDS) == 8
-    pool.learn(sequence, IDS[8:9])
+    pool.learn([(sequence, 8, IDS[8])])
     assert sequence.history == IDS[:9]
 
 

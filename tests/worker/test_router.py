@@ -172,3 +172,31 @@ def test_items_of_nested_eaches_reach_a_fed_lane_whole_and_in_order(parts: Calla
     ends = [message.path for message in worker.messages(Emit) if message.final]
     assert ends == [(outer, inner) for outer in range(3) for inner in range(2)]
     assert {message.lane for message in worker.messages(WalkDone)} == {"main", "taking"}
+
+
+def test_short_turns_are_what_going_through_the_ops_gives(parts: Callable[..., Any]) -> None:
+    """Same messages in the same order, and the same batches, whether or not a loop of one method is turned at once."""
+
+    def run(*, with_short_turns: bool) -> tuple[list[Any], list[Any]]:
+        worker = parts()
+        assert {op.target for op in worker.router.short_turns} >= {"lm.decode", "depth.step"}
+        if not with_short_turns:
+            worker.router.short_turns = set()
+        worker.open("generate", "until the limit", max_tokens=5, n=2, seed=1, temperature=1.0)
+        worker.open("generate", "until the end", max_tokens=9, eos_at=3)
+        worker.open("nested", "frames", max_frames=3, depth_temperature=1.0)
+        worker.open("session", "forks and drops")
+        stopped = worker.open("generate", "stopped", max_tokens=20, ignore_eos=True)
+        batches: list[Any] = []
+
+        def keep(batch: Any) -> float:
+            batches.append((batch.key, [(work.request_id, work.path, work.iteration) for work in batch.works]))
+            return 1.0
+
+        while worker.step(keep) is not None:
+            if len(batches) == 8:
+                worker.router.handle(StopAt(request_id=stopped, path=(0,)))
+        messages = worker.router.output.messages
+        return [msgspec.json.encode(message, enc_hook=lambda tensor: tensor.tolist()) for message in messages], batches
+
+    assert run(with_short_turns=True) == run(with_short_turns=False)

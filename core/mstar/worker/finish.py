@@ -6,17 +6,20 @@ Reads the step's outputs on the host, once per batch. Used by the runner and by 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mstar.errors import PluginError, RequestError
-from mstar.plugin.graph import Method
+from mstar.plugin.graph import Method, Port
+from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
-from mstar.worker.state import Batched, Row, Work
+from mstar.worker.state import Batched, Work
 
+_attributes = attrgetter("row", "iteration", "draw_key", "position", "length", "sequence")  # as `Columns` has them
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -29,6 +32,21 @@ class Finished:
     failed: list[tuple[Work, Exception]] = field(default_factory=list)
 
 
+class Columns(NamedTuple):
+    """What the engine knows of a batch's works when it is launched, by attribute."""
+
+    rows: tuple[int, ...]
+    iterations: tuple[int, ...]
+    draw_keys: tuple[int, ...]
+    positions: tuple[float, ...]
+    lengths: tuple[int, ...]
+    sequences: tuple[Sequence, ...]  # of methods without KV: None
+
+    @classmethod
+    def of(cls, works: list[Work]) -> Columns:
+        return cls(*zip(*map(_attributes, works), strict=True))
+
+
 @dataclass(slots=True)
 class Step:
     """A batch that has been launched, and its outputs on the device."""
@@ -36,6 +54,7 @@ class Step:
     batch: Batch
     outputs: dict[str, Any]
     starts: list[int]
+    columns: Columns
     row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
 
 
@@ -44,86 +63,115 @@ def finish(step: Step, modules: Modules) -> Finished:
 
     An error of the device that shows only now cannot be attributed: every work of the step fails with it.
     """
-    for work in step.batch.works:
-        work.scope.tenant.in_flight -= 1
-        work.undo = None
+    works = step.batch.works
+    index = list(range(len(works)))
+    if works[0].undo is not None:  # launched for a later finish
+        index = [i for i, work in enumerate(works) if not (work.is_cancelled or work.request.is_dead)]
+        for work in works:
+            work.scope.tenant.in_flight -= 1
+            work.undo = None
     try:
-        return _finish(step, modules)
+        return _finish(step, modules, index)
     except Exception as error:  # noqa: BLE001  # attributed to the requests of the step
         where = ".".join(step.batch.key)
         return Finished(failed=[(work, explain(error, where)) for work in step.batch.works])
 
 
-def _finish(step: Step, modules: Modules) -> Finished:
+def _finish(step: Step, modules: Modules, index: list[int]) -> Finished:
     works, result = step.batch.works, Finished()
-    module, method = modules[step.batch.key[0]], works[0].op.method
-    _learn(step, module)
-    ending: list[tuple[int, Work]] = []
-    is_ragged = any(port.layout == "tokens" for port in method.outputs)
-    for i, work in enumerate(works):
-        if work.is_cancelled or work.request.is_dead:
-            continue
-        if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:
-            result.done.append((work, {}))  # its item has ended meanwhile
-            continue
-        if is_ragged and not work.is_rebuild:
-            _keep_token_outputs(step, method, i, work)
-        if work.is_rebuild or not work.is_last:
-            _advance_chunk(work, result)
-        else:
-            ending.append((i, work))
-    batched = {n: Batched(v) for n, v in step.outputs.items() if isinstance(v, Tensor)}
-    given: dict[int, dict[str, Any]] = {}
-    if method.name in module.finish and ending:
-        with module.timed(method.name):
-            given = _call_hook(step, module, method, ending, result)
-    for i, work in ending:
-        if i not in given and method.name in module.finish:
-            continue  # its hook raised
-        values = _values(step, method, i, work, batched)
-        if given.get(i):
-            values.update(given[i])
-        result.done.append((work, values))
+    module, op = modules[step.batch.key[0]], works[0].op
+    if op.has_tokens:
+        index = [i for i in index if _is_ending(step, op.method, i, works[i], result)]
+    elif step.row_ids is not None and module.pool is not None:
+        _learn(step, module.pool, index)
+    if not index:
+        return result
+    columns: dict[str, list[Any]] = {}
+    given: list[dict[str, Any]] = []
+    if op.method.name in module.finish:
+        with module.timed(op.method.name):
+            whole = _call_hook(step, module, op.method, index)
+            if whole is None:
+                index, given = _call_hook_by_task(step, module, op.method, index, result)
+            else:
+                columns = whole
+    for port in op.method.outputs:
+        if port.name not in columns:
+            columns[port.name] = _column(step, port, index)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for values, own in zip(rows, given, strict=False):  # nothing is given where the hook had the whole batch
+        values |= own
+    result.done += zip([works[i] for i in index], rows or [{}] * len(index), strict=True)
     return result
 
 
-def _learn(step: Step, module: Module) -> None:
+def _is_ending(step: Step, method: Method, i: int, work: Work, result: Finished) -> bool:
+    """Whether a work's last chunk has run, whose outputs count; otherwise what follows is decided here."""
+    if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:
+        result.done.append((work, {}))  # its item has ended meanwhile
+        return False
+    if not work.is_rebuild:
+        _keep_token_outputs(step, method, i, work)
+        if work.is_last:
+            return True
+    work.token_start += work.num_tokens
+    work.is_first = False
+    if work.token_start < work.total:
+        result.unfinished.append(work)
+    else:
+        result.done.append((work, {}))
+    return False
+
+
+def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
+    for port in method.outputs:
+        value = step.outputs[port.name]
+        if port.layout == "tokens" and value is not None:
+            piece = value[step.starts[i] : step.starts[i + 1]]
+            work.token_outputs.setdefault(port.name, []).append(piece)
+
+
+def _learn(step: Step, pool: KVPool, index: list[int]) -> None:
     """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
-    if step.row_ids is None or module.pool is None:
-        return
-    for work, written in zip(step.batch.works, step.row_ids.tolist(), strict=True):
-        sequence = work.sequence
-        is_late = work.is_cancelled or work.request.is_dead
-        if not is_late and sequence is not None and len(sequence.ids) == work.length:
-            module.pool.learn(sequence, [written])
+    assert step.row_ids is not None
+    rows = list(zip(step.columns.sequences, step.columns.lengths, step.row_ids.tolist(), strict=True))
+    pool.learn(rows if len(index) == len(rows) else [rows[i] for i in index])
 
 
-def _call_hook(
-    step: Step, module: Module, method: Method, ending: list[tuple[int, Work]], result: Finished
-) -> dict[int, dict[str, Any]]:
-    """Index -> what `finish_<method>` put in place of the outputs. A task for which it raises fails alone.
+def _call_hook(step: Step, module: Module, method: Method, index: list[int]) -> dict[str, list[Any]] | None:
+    """What `finish_<method>` put in place of the outputs, for the whole batch; None if it has to go task by task.
 
-    Nodes without host state get the batch in one call; if it raises, or if there is state that a second call would
-    change again, they get task by task.
+    It has to where the node has host state, which a second call would change again, and where the hook raises.
     """
+    if module.node.host_state is not None:
+        return None
+    works, host = [step.batch.works[i] for i in index], _on_host(step, method)
+    if len(index) < len(step.batch.works):
+        host = {name: _pick(value, index) for name, value in host.items()}
+    try:
+        own = module.finish[method.name](works, host) or {}
+        return {name: [values[at] for at in range(len(works))] for name, values in own.items()}
+    except (Exception, SystemExit):  # noqa: BLE001  # found out task by task whose fault it was
+        for work in works:
+            work.stop_reason, work.error, work.counts = None, None, {}
+        return None
+
+
+def _call_hook_by_task(
+    step: Step, module: Module, method: Method, index: list[int], result: Finished
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """The same for each task alone: (those of `index` that go on, what each gave). One that raises fails alone."""
     hook, host = module.finish[method.name], _on_host(step, method)
-    given: dict[int, dict[str, Any]] = {}
-    if module.node.host_state is None:
-        whole = len(ending) == len(step.batch.works)
-        rows = host if whole else {name: _pick(value, [i for i, _ in ending]) for name, value in host.items()}
-        try:
-            own = hook([work for _, work in ending], rows) or {}
-            return {i: {name: values[at] for name, values in own.items()} for at, (i, _) in enumerate(ending)}
-        except (Exception, SystemExit):  # noqa: BLE001  # found out below whose fault it was
-            for _, work in ending:
-                work.stop_reason, work.error, work.counts = None, None, {}
-    for i, work in ending:
+    kept, given = list[int](), list[dict[str, Any]]()
+    for i in index:
+        work = step.batch.works[i]
         try:
             own = hook([work], {name: value[i : i + 1] for name, value in host.items()}) or {}
-            given[i] = {name: values[0] for name, values in own.items()}
+            given.append({name: values[0] for name, values in own.items()})
+            kept.append(i)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
             result.failed.append((work, explain(error, f"{module.name}.finish_{method.name}")))
-    return given
+    return kept, given
 
 
 def _pick(value: Any, index: list[int]) -> Any:
@@ -136,37 +184,17 @@ def _on_host(step: Step, method: Method) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in outputs.items()}
 
 
-def _advance_chunk(work: Work, result: Finished) -> None:
-    work.token_start += work.num_tokens
-    work.is_first = False
-    if work.token_start < work.total:
-        result.unfinished.append(work)
-    else:
-        result.done.append((work, {}))
-
-
-def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
-    for port in method.outputs:
-        value = step.outputs[port.name]
-        if port.layout == "tokens" and value is not None:
-            piece = value[step.starts[i] : step.starts[i + 1]]
-            work.token_outputs.setdefault(port.name, []).append(piece)
-
-
-def _values(step: Step, method: Method, i: int, work: Work, batched: dict[str, Batched]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for port in method.outputs:
-        value = step.outputs[port.name]
-        if value is None:
-            values[port.name] = None
-        elif port.layout == "rows":
-            values[port.name] = Row(batched[port.name], i)
-        elif port.layout == "item":
-            values[port.name] = value[i]
-        else:
-            pieces = work.token_outputs.pop(port.name)
-            values[port.name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return values
+def _column(step: Step, port: Port, index: list[int]) -> list[Any]:
+    """One output's values of the tasks at `index`."""
+    value = step.outputs[port.name]
+    if value is None:
+        return [None] * len(index)
+    if port.layout == "rows":
+        return Batched(value).rows(index)
+    if port.layout == "item":
+        return [value[i] for i in index]
+    pieces = [step.batch.works[i].token_outputs.pop(port.name) for i in index]
+    return [own[0] if len(own) == 1 else torch.cat(own) for own in pieces]
 
 
 def explain(error: BaseException, where: str = "") -> Exception:

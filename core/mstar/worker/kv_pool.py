@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mstar.plugin.nodes import KVLayout
+from mstar.worker.page_table import PageTable
 from mstar.worker.prefix_cache import PrefixCache, Span, page_hash, root_hash
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class KVPool:
 
     Attributes:
         keys, values: per layer (num_pages, num_kv_heads, page_size, head_dim).
-        hit_tokens: tokens `match_prefix` found so far.
+        hit_tokens, queried_tokens: tokens `match_prefix` found and was asked for so far.
     """
 
     def __init__(
@@ -156,14 +157,13 @@ class KVPool:
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.keys: list[Tensor] = list(self._storage[0].unbind(0))
         self.values: list[Tensor] = list(self._storage[1].unbind(0))
-        self.hit_tokens = 0
+        self.hit_tokens = self.queried_tokens = 0
         self._prefix_cache = prefix_cache
         self._cache = PrefixCache()
         self._references = [0] * num_pages
         self._freed: list[int] = []
         self._next_new = 1  # pages from here on were never used
-        self._table = np.zeros((16, 16), dtype=np.int32)  # a row per sequence, 0 past its pages
-        self._free_rows = list(range(15, -1, -1))
+        self._table = PageTable()
 
     @property
     def num_usable(self) -> int:
@@ -184,11 +184,7 @@ class KVPool:
 
     def create(self, *, position: float = 0.0) -> Sequence:
         """An empty sequence whose first token has this position."""
-        if not self._free_rows:
-            rows = len(self._table)
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
-        return Sequence(self._free_rows.pop(), start=position, position=position)
+        return Sequence(self._table.take_row(), start=position, position=position)
 
     def fork(self, source: Sequence, *, at: int | None = None, position: float | None = None) -> Sequence:
         """A sequence that begins with the first `at` tokens of `source` (None: all), sharing their pages.
@@ -222,7 +218,7 @@ class KVPool:
         assert sequence.row >= 0, "sequence was freed before"
         assert not sequence.swapped, "sequence is swapped out; drop it from the swap space"
         self._drop_pages(sequence, keep=0)
-        self._free_rows.append(sequence.row)
+        self._table.free_row(sequence.row)
         sequence.cut_to(0, position=sequence.start)
         sequence.row = -1
 
@@ -323,11 +319,28 @@ class KVPool:
         if length // self.page_size > len(sequence.page_hashes):
             self._cache_full_pages(sequence)
 
-    def learn(self, sequence: Sequence, ids: list[int]) -> None:
-        """Tell the ids of the oldest tokens that were committed without (those of a step still running then)."""
-        assert len(sequence.ids) + len(ids) <= sequence.length, "more ids than tokens"
-        sequence.ids += ids
-        self._cache_full_pages(sequence)
+    def commit_rows(self, sequences: Iterable[Sequence]) -> None:
+        """`commit` one token of each, without ids."""
+        for sequence in sequences:
+            before = sequence.length
+            assert before < sequence.writable, "a token was committed without reserving it"
+            sequence.length = before + 1
+            sequence.position += 1
+            if len(sequence.ids) > before:
+                del sequence.ids[before:]
+
+    def learn(self, rows: Iterable[tuple[Sequence, int, int]]) -> None:
+        """Tell (sequence, index, id) of tokens that were committed without, because their step was still running.
+
+        Where ids of earlier tokens are not known, this one is of no use.
+        """
+        for sequence, index, token in rows:
+            known = sequence.ids
+            assert index < sequence.length, "an id of a token that was not committed"
+            if len(known) == index:
+                known.append(token)
+                if (index + 1) % self.page_size == 0:
+                    self._cache_full_pages(sequence)
 
     def rollback(self, sequence: Sequence, num_tokens: int, *, advance: float | None = None) -> None:
         """Undo the last commits, once the steps that wrote them have run: a late finish leaves no trace.
@@ -364,6 +377,7 @@ class KVPool:
         assert sequence.resident
         assert sequence.length == 0, "only an empty sequence can take a prefix"
         spans = list(spans)
+        self.queried_tokens += len(ids)
         size = self.page_size
         content = root_hash(sequence.start)
         found: list[tuple[int, bytes]] = []
@@ -414,10 +428,19 @@ class KVPool:
 
     # ---- tables and pages -----------------------------------------------------------------------------------
 
-    def page_table(self, sequences: list[Sequence]) -> np.ndarray:
-        """(B, most pages of any, at least 1) int32, reserved pages included; 0 past a sequence's pages."""
-        width = max([len(sequence.pages) for sequence in sequences], default=1) or 1
-        return self._table[[sequence.row for sequence in sequences], :width]
+    def page_table(self, sequences: Iterable[Sequence], *, num_rows: int = 0, width: int = 1) -> np.ndarray:
+        """(B or more, most pages of any or more) int32, reserved pages included; 0 past a sequence's pages.
+
+        Not to be written to: the same array may be given again.
+        """
+        widest = max([len(sequence.pages) for sequence in sequences], default=0)
+        rows = [sequence.row for sequence in sequences]
+        return self._table.gather(rows, widest=widest, num_rows=num_rows, width=width)
+
+    def next_slots(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Where each sequence's next token goes, for which there is room: page * page_size + offset."""
+        size = self.page_size
+        return [s.pages[s.length // size] * size + s.length % size for s in sequences]
 
     def read_pages(self, pages: list[int]) -> Tensor:
         """A copy in host memory: (2, num_layers, n, num_kv_heads, page_size, head_dim), keys first."""
@@ -483,18 +506,15 @@ class KVPool:
         self._storage[:, :, copy].copy_(self._storage[:, :, page])
         self._references[page] -= 1
         sequence.pages[index] = copy
-        self._table[sequence.row, index] = copy
+        self._table.write(sequence.row, index, [copy])
 
     def _append_pages(self, sequence: Sequence, pages: list[int]) -> None:
-        first = len(sequence.pages)
+        self._table.write(sequence.row, len(sequence.pages), pages)
         sequence.pages += pages
-        while len(sequence.pages) > self._table.shape[1]:
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
-        self._table[sequence.row, first : len(sequence.pages)] = pages
 
     def _drop_pages(self, sequence: Sequence, *, keep: int) -> None:
         dropped = sequence.pages[keep:]
-        self._table[sequence.row, keep : len(sequence.pages)] = 0
+        self._table.write(sequence.row, keep, [0] * len(dropped))
         del sequence.pages[keep:]
         for page in reversed(dropped):  # a prefix outlives what follows it
             self._references[page] -= 1
@@ -515,16 +535,12 @@ class KVPool:
         places = [set(counted), free, new, idle]
         assert sum(map(len, places)) == self.num_usable, "pages leaked, or are in two places"
         assert set().union(*places) == set(range(1, self.num_pages)), "pages leaked, or are in two places"
-        rows = [sequence.row for sequence in sequences]
-        assert sorted(rows + self._free_rows) == list(range(len(self._table))), "table rows leaked"
-        assert not self._table[self._free_rows].any(), "a free table row has pages"
+        self._table.check_integrity((sequence.row, sequence.pages) for sequence in sequences)
         for sequence in sequences:
             self._check_sequence(sequence)
 
     def _check_sequence(self, sequence: Sequence) -> None:
         size, num_pages = self.page_size, len(sequence.pages)
-        row = self._table[sequence.row]
-        assert row.tolist() == sequence.pages + [0] * (len(row) - num_pages), "page table is wrong"
         if sequence.image is not None:
             assert (num_pages, sequence.writable) == (0, 0), "a swapped sequence has pages"
             return

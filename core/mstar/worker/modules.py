@@ -6,10 +6,9 @@ Owned by the worker's thread. Does not know walks or scheduling.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,21 @@ CPU_KV_BYTES = 2 * 1024**3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class _Timed:
+    """A block whose seconds are added to a method's entry."""
+
+    __slots__ = ("_entry", "_started")
+
+    def __init__(self, entry: list[float]) -> None:
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._entry[2] += time.perf_counter() - self._started
+
+
 @dataclass(slots=True, eq=False)
 class Module:
     """One module.
@@ -53,17 +67,12 @@ class Module:
     finish: Mapping[str, Callable[..., Any]]
     method_s: dict[str, list[float]] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def timed(self, method: str, *, calls: int = 0, rows: int = 0) -> Iterator[None]:
+    def timed(self, method: str, *, calls: int = 0, rows: int = 0) -> _Timed:
         """Account the time of a block to a method."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            entry = self.method_s.setdefault(method, [0, 0, 0.0])
-            entry[0] += calls
-            entry[1] += rows
-            entry[2] += time.perf_counter() - started
+        entry = self.method_s.setdefault(method, [0, 0, 0.0])
+        entry[0] += calls
+        entry[1] += rows
+        return _Timed(entry)
 
     @property
     def weights_bytes(self) -> int:

@@ -50,7 +50,7 @@ class Output:
             self.item_ended(groups[:level])
 
     def _deliver(self, message: Emit, groups: Groups) -> None:
-        for group, index in reversed(groups):
+        for group, index in groups[::-1]:
             if group.next != index:
                 group.held.setdefault(index, []).append(message)
                 return
@@ -66,11 +66,11 @@ def to_host(value: Any) -> Any:
     """A value that can leave the worker: no batch behind a row, no device."""
     if type(value) is Row:
         return value.batch.host_row(value.at)
+    if isinstance(value, Tensor):
+        return value.cpu()
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_host(item) for item in value]
-    return value.cpu() if isinstance(value, Tensor) else value
+    return [to_host(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from mstar.types import Path
 from mstar.worker.ahead import adopts
 from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
-from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, start_loop
+from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
 from mstar.worker.modules import Modules
 from mstar.worker.output import Output, mirrored, to_device, to_host
 from mstar.worker.scheduler import Scheduler
@@ -41,6 +41,7 @@ class Router:
         self.modules = modules
         self.scheduler = scheduler
         self.programs = compile_graph(graph)
+        self.short_turns = {op for program in self.programs.values() for op in short_turns(program)}
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
         self.output = Output()
@@ -434,34 +435,32 @@ class Router:
 
     def complete(self, work: Work, values: Mapping[str, Any]) -> None:
         """A work has run: `values` has its output ports (None: nothing produced). Its cursor goes on."""
-        try:
-            self._complete(work, values)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
-            where = f"walk {work.cursor.lane.program.walk!r}, after {work.op.target}"
-            self.fail(work.request, explain(error, where))
-
-    def _complete(self, work: Work, values: Mapping[str, Any]) -> None:
         request, cursor, op = work.request, work.cursor, work.op
-        if work.error is not None:
-            raise work.error
-        cursor.work = None
-        cursor.spare = work if cursor.ahead is None else None
-        request.counters[op.target] = request.counters.get(op.target, 0) + 1
-        for name, amount in work.counts.items():
-            request.counts[name] = request.counts.get(name, 0) + amount
-        for port, value in op.outputs:
-            if port in values:
-                cursor.env[value] = values[port]
-                cursor.written[value] = None
-        for port, name in op.emits:
-            if values.get(port) is not None:
-                self.output.emit(cursor, name, value=to_host(values[port]))
-        mark_ends(cursor, op, work)
-        for port, name in op.sends:
-            if values.get(port) is not None:
-                self._send(request, cursor, name, values[port])
-        cursor.pc += 1
-        self.advance(cursor)
+        try:
+            if work.error is not None:
+                raise work.error
+            request.counters[op.target] = request.counters.get(op.target, 0) + 1
+            for name, amount in work.counts.items():
+                request.counts[name] = request.counts.get(name, 0) + amount
+            for port, value in op.outputs:
+                if port in values:
+                    cursor.env[value] = values[port]
+                    cursor.written[value] = None
+            for port, name in op.emits:
+                if (emitted := values.get(port)) is not None:
+                    self.output.emit(cursor, name, value=to_host(emitted))
+            if work.stop_reason is not None or cursor.lane.stops or op.receives:
+                mark_ends(cursor, op, work)
+            for port, name in op.sends:
+                if (sent := values.get(port)) is not None:
+                    self._send(request, cursor, name, sent)
+            if op in self.short_turns and turn(cursor, work):
+                self.scheduler.add(work)
+                return
+            cursor.work, cursor.pc = None, cursor.pc + 1
+            self.advance(cursor)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
+            self.fail(request, explain(error, f"walk {cursor.lane.program.walk!r}, after {op.target}"))
 
     def _send(self, request: RequestState, cursor: Cursor, name: str, value: Any) -> None:
         """Put a port's items on a stream: one row is one item; finish's own tensors and tokens are (k, ...)."""

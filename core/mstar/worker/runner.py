@@ -7,7 +7,7 @@ by task to find whose fault it was.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mstar.config import EngineConfig
 from mstar.errors import PluginError
-from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend
+from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend, decode_plan
 from mstar.layers.sampling import sample, unsample
 from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import MethodKey
-from mstar.worker.finish import Finished, Step, explain, finish
+from mstar.worker.finish import Columns, Finished, Step, explain, finish
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain, settled
@@ -81,7 +81,8 @@ class Runner:
         layout = self._layout(batch.key, works)
         self._check_plan(batch, plan, layout)
         draws: Draws = []
-        context = self._context(module, method, works, plan, layout, draws)
+        columns = Columns.of(works)
+        context = self._context(module, works, plan, layout, columns, draws)
         inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
         saved = module.slots.save(context.rows) if module.slots.tensors else None
         try:
@@ -91,14 +92,14 @@ class Runner:
         except BaseException:
             self._undo(module, draws, saved, context.rows)
             raise
-        self._commit(module, method, works, plan)
+        self._commit(module, method, works, plan, layout, columns)
         ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
         row_ids = inputs[ids_port][: len(works)] if ids_port is not None else None
-        for index, work in enumerate(works):
-            work.scope.tenant.in_flight += 1
-            if self.overlap:
+        if self.overlap:
+            for index, work in enumerate(works):
+                work.scope.tenant.in_flight += 1
                 work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
-        return Step(batch, outputs, layout.starts, row_ids)
+        return Step(batch, outputs, layout.starts, columns, row_ids)
 
     def _layout(self, key: MethodKey, works: list[Work]) -> _BatchLayout:
         method = works[0].op.method
@@ -127,35 +128,36 @@ class Runner:
             raise PluginError(f"{where}: Plan.positions has {plan.positions.shape[0]} rows; {layout.starts[-1]} tokens")
 
     def _context(
-        self, module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, draws: Draws
+        self, module: Module, works: list[Work], plan: Plan, layout: _BatchLayout, columns: Columns, draws: Draws
     ) -> Context:
-        device = self.device
-        numbers = np.zeros((5, layout.num_rows), dtype=np.int64)  # one copy to the device for all of them
-        numbers[:4, : len(works)] = [
-            [work.row for work in works],
-            [work.iteration for work in works],
-            [work.draw_key for work in works],
-            [work.row if work.is_last else 0 for work in works],  # rows that do not end here draw on scratch
-        ]
-        is_plain = plan.positions is None and layout.is_single and all(w.position.is_integer() for w in works)
-        if is_plain:
-            numbers[4, : len(works)] = [work.position for work in works]
-        rows, iteration, draw_keys, draw_rows, positions = torch.from_numpy(numbers).to(device).unbind(0)
+        kv = works[0].op.method.kv
+        device, padding = self.device, (0,) * layout.num_padding
+        numbers: dict[str, tuple[float, ...]] = {
+            "rows": columns.rows, "iteration": columns.iterations, "draw_keys": columns.draw_keys
+        }  # fmt: skip
+        if plan.positions is None and layout.is_single and all(map(float.is_integer, columns.positions)):
+            numbers["positions"] = columns.positions
+        if layout.is_ragged:  # rows that do not end here draw on scratch
+            numbers["draw_rows"] = tuple([work.row if work.is_last else 0 for work in works])
+        if layout.is_single and kv is not None and kv.write and module.pool is not None:
+            numbers["slots"] = tuple(module.pool.next_slots(columns.sequences))
+        table = np.array([column + padding for column in numbers.values()], dtype=np.int64)
+        given = dict(zip(numbers, torch.from_numpy(table).to(device).unbind(0), strict=True))  # copied as one
         query_starts, last_tokens = layout.on_device(device)
         context = Context(
             num_rows=layout.num_rows,
             query_starts=query_starts,
             last_tokens=last_tokens,
-            positions=positions if is_plain else self._positions(works, plan, layout),
-            rows=rows,
-            iteration=iteration,
-            draw_keys=draw_keys,
-            sample=partial(_draw, module, works, draw_rows, draws),
+            positions=given["positions"] if "positions" in given else self._positions(works, plan, layout),
+            rows=given["rows"],
+            iteration=given["iteration"],
+            draw_keys=given["draw_keys"],
+            sample=partial(_draw, module, works, given.get("draw_rows", given["rows"]), draws),
             slots=module.slots.tensors,
             plan={name: self._padded(tensor.to(device), works, layout) for name, tensor in plan.tensors.items()},
         )
-        if method.kv is not None:
-            context.kv = self._kv_batch(module, method.kv, works, layout)
+        if kv is not None:
+            context.kv = self._kv_batch(module, kv, works, layout, columns, given.get("slots"))
         return context
 
     @staticmethod
@@ -166,25 +168,30 @@ class Runner:
             return _repeat_last(tensor, size - tensor.shape[0])
         return tensor
 
-    def _kv_batch(self, module: Module, kv: KV, works: list[Work], layout: _BatchLayout) -> KVBatch:
+    def _kv_batch(
+        self, module: Module, kv: KV, works: list[Work], layout: _BatchLayout, columns: Columns, slots: Tensor | None
+    ) -> KVBatch:
         pool = module.pool
         assert pool is not None
-        table = pool.page_table([w.sequence for w in works if w.sequence is not None])
-        lengths = np.zeros(layout.num_rows, dtype=np.int32)
-        lengths[: len(works)] = [w.length for w in works]
-        if layout.num_padding:
-            table = np.concatenate([table, np.zeros((layout.num_padding, table.shape[1]), dtype=np.int32)])
-            need = -(-int(layout.query_lens.max()) // pool.page_size)  # padding writes to the scratch page
-            if need > table.shape[1]:
-                table = np.pad(table, ((0, 0), (0, need - table.shape[1])))
+        padding = [0] * layout.num_padding
+        if slots is not None:
+            attention = decode_plan(
+                context_lens=[*columns.lengths, *padding],
+                slot_mapping=slots,
+                page_table=pool.page_table(columns.sequences, num_rows=layout.num_rows),
+                page_size=pool.page_size,
+                batch_invariant=self.batch_invariant,
+            )
+            return KVBatch(attention, pool.keys, pool.values, self.backend)
+        need = -(-int(layout.query_lens.max()) // pool.page_size) if padding else 1  # which writes to the scratch page
         spans = None
         if any(w.spans for w in works):
             spans = [_cut_spans(w) for w in works] + [None] * layout.num_padding
         full = np.full(layout.num_rows, True) if kv.attention == "full" else None
         attention = build_plan(
             query_lens=layout.query_lens,
-            context_lens=lengths,
-            page_table=table,
+            context_lens=np.array([*columns.lengths, *padding], dtype=np.int32),
+            page_table=pool.page_table(columns.sequences, num_rows=layout.num_rows, width=need),
             page_size=pool.page_size,
             device=self.device,
             write=kv.write,
@@ -217,14 +224,15 @@ class Runner:
             return self._collate_tokens(port, works, values, layout, context)
         is_absent = [v is None for v in values]
         if any(is_absent):
+            if all(is_absent):
+                context.present[port.name] = _everywhere(layout.num_rows, False, self.device)
+                return None
             present = [not absent for absent in is_absent] + [False] * layout.num_padding
             context.present[port.name] = torch.tensor(present, device=self.device)
-            if all(is_absent):
-                return None
             example = torch.zeros_like(torch.as_tensor(next(plain(v) for v in values if v is not None)))
             values = [example if v is None else v for v in values]
         elif port.optional:
-            context.present[port.name] = torch.ones(layout.num_rows, dtype=torch.bool, device=self.device)
+            context.present[port.name] = _everywhere(layout.num_rows, True, self.device)
         batch = self._stack(values, (works[0].key, port.name))
         if layout.num_padding:
             batch = _repeat_last(batch, layout.num_padding)
@@ -235,8 +243,8 @@ class Runner:
         first = values[0]
         if type(first) is Row:
             source = first.batch.tensor
-            if all(type(v) is Row and v.batch.tensor is source for v in values):
-                index = [v.at for v in values]
+            index = [v.at for v in values if type(v) is Row and v.batch.tensor is source]
+            if len(index) == len(values):
                 if index == list(range(len(index))):
                     return source if len(index) == source.shape[0] else source[: len(index)]
                 return source.index_select(0, torch.tensor(index, device=source.device))
@@ -280,35 +288,42 @@ class Runner:
         if not isinstance(outputs, dict):
             raise PluginError(f"{where} must return a dict of its output ports, not {type(outputs).__name__}")
         known = {port.name: port for port in method.outputs}
-        missing = [name for name in known if name not in outputs]
-        if missing:
-            raise PluginError(f"{where} returned no {', '.join(missing)}; for a port without a value return None")
-        for name, value in outputs.items():
-            port = known.get(name)
-            if port is None:
-                raise PluginError(f"{where} returned {name!r}; its output ports are {', '.join(known) or 'none'}")
+        if missing := known.keys() - outputs.keys():
+            raise PluginError(
+                f"{where} returned no {', '.join(sorted(missing))}; for a port without a value return None"
+            )
+        if unknown := outputs.keys() - known.keys():
+            names = ", ".join(known) or "none"
+            raise PluginError(f"{where} returned {', '.join(map(repr, sorted(unknown)))}; its output ports are {names}")
+        for name, port in known.items():
+            value = outputs[name]
             if value is None:
                 continue
-            got = (len(value),) if port.layout == "item" else tuple(value.shape)
-            size = layout.num_tokens if port.layout == "tokens" else layout.num_rows
             if port.layout == "item":
-                is_right = got[0] >= (size := len(layout.starts) - 1)
+                got, size = (len(value),), len(layout.starts) - 1
+                is_right = got[0] >= size
             else:
+                got, size = value.shape, layout.num_tokens if port.layout == "tokens" else layout.num_rows
                 is_right = got[:1] == (size,) and port.shape in (None, got[1:])
             if not is_right:
                 wanted = f"{size} {port.layout}" + (f" of shape {port.shape}" if port.shape else "")
-                raise PluginError(f"{where} returned {got} for port {name!r}; {wanted} were expected")
+                raise PluginError(f"{where} returned {tuple(got)} for port {name!r}; {wanted} were expected")
 
-    def _commit(self, module: Module, method: Method, works: list[Work], plan: Plan) -> None:
+    @staticmethod
+    def _commit(
+        module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, columns: Columns
+    ) -> None:
         """Count what was written. Ids that are rows may still be running; they are told at the finish."""
         kv, pool = method.kv, module.pool
         if kv is None or pool is None or not kv.write:
             return
-        ragged = kv.ids is not None and method.has_tokens
+        if layout.is_single and not layout.is_ragged and plan.advance is None:
+            pool.commit_rows(columns.sequences)
+            return
         for i, work in enumerate(works):
             assert work.sequence is not None
             ids: list[int] | None = None
-            if ragged and work.ids is not None:
+            if kv.ids is not None and layout.is_ragged and work.ids is not None:
                 ids = work.ids[work.token_start : work.token_start + work.num_tokens]
             advance = plan.advance[i] if plan.advance is not None else None
             pool.commit(work.sequence, work.num_tokens, ids=ids, spans=work.content, advance=advance)
@@ -343,18 +358,20 @@ class _BatchLayout:
     """
 
     __slots__ = (
-        "_tensors", "is_single", "num_padding", "num_rows", "num_tokens", "query_lens", "query_starts", "starts",
+        "_tensors", "is_ragged", "is_single", "num_padding", "num_rows", "num_tokens",
+        "query_lens", "query_starts", "starts",
     )  # fmt: skip
 
     def __init__(self, method: Method, works: list[Work], *, align: int) -> None:
-        lens = [work.num_tokens for work in works] if method.kv is not None or method.has_tokens else [1] * len(works)
+        self.is_ragged = method.has_tokens
+        lens = [work.num_tokens for work in works] if method.kv is not None or self.is_ragged else [1] * len(works)
         rows, tokens = len(lens), sum(lens)
         self.starts = [0]
         for n in lens:
             self.starts.append(self.starts[-1] + n)
         self.num_padding = 0
         if align > 1 and any(port.layout != "item" for port in method.inputs):
-            if method.has_tokens:
+            if self.is_ragged:
                 missing = -tokens % align
                 self.num_padding = -rows % align or (align if missing else 0)
                 lens += [0] * (self.num_padding - 1) + [missing] if self.num_padding else []
@@ -386,6 +403,12 @@ def _draw(module: Module, works: list[Work], rows: Tensor, draws: Draws, name: s
     ids = sample(logits, module.slots.samplers[name], rows)
     draws.append((name, rows, ids))
     return ids
+
+
+@cache
+def _everywhere(num_rows: int, value: bool, device: torch.device) -> Tensor:
+    """(B,) bool, all alike."""
+    return torch.full((num_rows,), value, device=device)
 
 
 def _repeat_last(batch: Tensor, times: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from mstar.config import EngineConfig
 from mstar.errors import RequestError
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import MethodKey, Run
-from mstar.worker.kv_pool import Sequence
+from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.modules import Modules
 from mstar.worker.state import Cursor, RequestState, Scope, Tenant, Work, plain
 
 log = logging.getLogger("mstar.worker")
+
+_age = attrgetter("scope.tenant.order", "path")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,27 +64,8 @@ class Scheduler:
 
     def make_work(self, cursor: Cursor, op: Run, *, inputs: dict[str, Any], chunks: dict[str, StreamChunk]) -> Work:
         """The cursor's next work."""
-        work, kv = cursor.spare, op.method.kv
-        if work is not None and work.op is op:
-            cursor.spare = None
-            work.renew(inputs, chunks, iteration=cursor.current_iteration)
-            if kv is not None and cursor.scope.sequences.get((op.key[0], kv.label)) is not work.sequence:
-                work.sequence = None  # a Fork or Drop has put another in its place
-        else:
-            work = self._new_work(cursor, op, inputs, chunks)
-        if kv is not None and kv.spans is not None and inputs.get(kv.spans) is not None:
-            work.spans = plain(inputs[kv.spans]).tolist()
-        if op.has_tokens:
-            work.total = _num_tokens(work)
-        if op.free_ports:
-            values = [plain(inputs[port]) for port in op.free_ports]
-            work.shape_key = [None if value is None else tuple(value.shape) for value in values]
-        return work
-
-    @staticmethod
-    def _new_work(cursor: Cursor, op: Run, inputs: dict[str, Any], chunks: dict[str, StreamChunk]) -> Work:
         request, scope, kv = cursor.lane.request, cursor.scope, op.method.kv
-        return Work(
+        work = Work(
             request_id=request.info.request_id,
             path=scope.path,
             inputs=inputs,
@@ -98,10 +82,19 @@ class Scheduler:
             label=kv.label if kv is not None else "",
             total=kv.tokens if kv is not None else 0,
         )
+        if kv is not None and kv.spans is not None and inputs.get(kv.spans) is not None:
+            work.spans = plain(inputs[kv.spans]).tolist()
+        if op.has_tokens:
+            work.total = _num_tokens(work)
+        if op.free_ports:
+            values = [plain(inputs[port]) for port in op.free_ports]
+            work.shape_key = [None if value is None else tuple(value.shape) for value in values]
+        return work
 
     def add(self, work: Work) -> None:
-        queue = self._queues.setdefault(work.key, [])
+        queue = self._queues.get(work.key)
         if not queue:
+            queue = self._queues[work.key] = []
             self._runtime_s[work.key] = max(self._runtime_s.get(work.key, 0.0), self._least_s)
         queue.append(work)
 
@@ -173,8 +166,8 @@ class Scheduler:
                 self._least_s = max(self._least_s, self._runtime_s[key])
                 for other in ready[: ready.index(key)]:  # waiting for memory earns them no time
                     self._runtime_s[other] = max(self._runtime_s[other], self._runtime_s[key])
-                taken = set(map(id, works))
-                self._queues[key] = [work for work in self._queues[key] if id(work) not in taken]
+                queue, taken = self._queues[key], set(map(id, works))
+                self._queues[key] = [work for work in queue if id(work) not in taken] if len(works) < len(queue) else []
                 return Batch(key, works)
         return None
 
@@ -191,6 +184,7 @@ class Scheduler:
             return []
         method, has_tokens = queue[0].op.method, queue[0].op.has_tokens
         limit = min(method.max_batch or self.config.max_num_seqs, self.config.max_num_seqs)
+        pool = self.modules[key[0]].pool if method.kv is not None and method.kv.write else None
         if len(queue) > limit:
             queue.sort(key=lambda w: (w.request.runtime_s, w.scope.tenant.order, w.path))
         elif len(queue) > 1:
@@ -203,7 +197,7 @@ class Scheduler:
             if work.is_cancelled or (picked and work.shape_key != picked[0].shape_key):
                 continue
             try:
-                is_ready = self._prepare(work, budget, picked)
+                is_ready = self._prepare(work, budget, picked, pool)
             except Exception as error:  # noqa: BLE001  # attributed to the request
                 self.fail(work.request, error)
                 return self._gather(key)
@@ -213,17 +207,17 @@ class Scheduler:
                     budget -= work.num_tokens
         return picked
 
-    def _prepare(self, work: Work, budget: int, picked: list[Work]) -> bool:
-        """Give a work what it needs to run now; False: it has to wait."""
-        tenant, scope = work.scope.tenant, work.scope
+    def _prepare(self, work: Work, budget: int, picked: list[Work], pool: KVPool | None) -> bool:
+        """Give a work what it needs to run now, its tokens' room in `pool` included; False: it has to wait."""
+        scope = work.scope
+        tenant = scope.tenant
         if tenant.is_swapped and not self._bring_back(tenant, picked):
             return False
         if tenant.num_rebuilding and not work.is_rebuild:
             return False
-        op, module = work.op, work.key[0]
-        kv = op.method.kv
-        if kv is not None and work.sequence is None:
-            work.sequence = self.modules.sequence(scope, module, work.label)
+        op, module, sequence = work.op, work.key[0], work.sequence
+        if sequence is None and op.method.kv is not None:
+            sequence = work.sequence = self.modules.sequence(scope, module, work.label)
             if op.has_tokens:
                 self._match_prefix(work)
         if op.has_tokens:
@@ -232,13 +226,17 @@ class Scheduler:
                 return False
         else:
             work.num_tokens = work.total
-        if work.sequence is not None:
-            if kv is not None and kv.write and not self._reserve(work, picked):
+        if sequence is not None:
+            work.length, work.position = sequence.length, sequence.position
+            end = work.length + work.num_tokens
+            if pool is not None and end > sequence.writable and not self._reserve(work, sequence, pool, picked):
                 return False
-            work.length = work.sequence.length
-            work.position = work.sequence.position
-        work.row = 0 if work.is_rebuild else self.modules.row(scope, module, work.request.info)
-        work.state = scope.states.get(module)
+        row = scope.rows.get(module)
+        if row is None or work.is_rebuild:
+            row = 0 if work.is_rebuild else self.modules.row(scope, module, work.request.info)
+        work.row = row
+        if scope.states:
+            work.state = scope.states.get(module)
         return True
 
     def _match_prefix(self, work: Work) -> None:
@@ -283,10 +281,7 @@ class Scheduler:
 
     # ---- memory -----------------------------------------------------------------------------------------
 
-    def _reserve(self, work: Work, picked: list[Work]) -> bool:
-        pool = self.modules[work.key[0]].pool
-        sequence = work.sequence
-        assert pool is not None and sequence is not None
+    def _reserve(self, work: Work, sequence: Sequence, pool: KVPool, picked: list[Work]) -> bool:
         if not pool.reserve(sequence, work.num_tokens):
 
             def has_room(moved: list[Tenant]) -> bool:
@@ -386,10 +381,6 @@ class Scheduler:
             token_start=pool.match_prefix(sequence, ids) if self.config.enable_prefix_caching else 0,
             is_rebuild=True,
         )
-
-
-def _age(work: Work) -> Any:
-    return work.scope.tenant.order, work.path
 
 
 def _num_tokens(work: Work) -> int:

@@ -9,8 +9,9 @@ Data only; the router changes it, the scheduler and the runner read it. Owned by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,6 +39,10 @@ class Batched:
         if self._host_rows is None:
             self._host_rows = self.tensor.cpu().unbind(0)
         return self._host_rows[index]
+
+    def rows(self, index: Iterable[int]) -> list[Row]:
+        """The `Row`s at `index`, made without a call of Python code for each."""
+        return list(map(tuple.__new__, repeat(Row), zip(repeat(self), index, strict=False)))
 
 
 class Row(NamedTuple):
@@ -166,7 +171,6 @@ class Cursor:
         pending: children that have not joined yet; `results` holds their values to collect.
         chunks: what it has taken from streams while it waits for others.
         ahead: the next work, queued or launched before the current one has finished.
-        spare: its last work, made new for the next turn at the same op.
         waiting: what it will start when an ordered Each goes on.
     """
 
@@ -187,7 +191,6 @@ class Cursor:
     reason: str | None = None
     work: Work | None = None
     ahead: Work | None = None
-    spare: Work | None = None
     is_done: bool = False
 
     @property
@@ -282,13 +285,3 @@ class Work(Task):
     undo: Callable[[], None] | None = None
     is_rebuild: bool = False
     is_cancelled: bool = False
-
-    def renew(self, inputs: dict[str, Any], chunks: dict[str, StreamChunk], *, iteration: int) -> None:
-        """Become the same cursor's next work at the same op."""
-        self.inputs, self.chunks, self.iteration = inputs, chunks, iteration
-        self.is_first = self.is_last = True
-        self.token_start = 0
-        self.stop_reason = self.error = self.ids = self.spans = self.shape_key = None
-        self.is_cancelled = False
-        if self.counts:
-            self.counts = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Dead, Ready, Shutdown, Stats
+from mstar.ipc.messages import Beat, Dead, Ready, Shutdown, Stats
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
@@ -23,6 +24,8 @@ log = logging.getLogger("mstar.worker")
 STATS_INTERVAL_S = 0.1
 IDLE_WAIT_S = 1.0  # only bounds how long a wait takes to notice that the process ends
 BLOCKED_WAIT_S = 0.05
+LONG_STEP_S = 1.0  # from then on a step is reported while it goes on
+BEAT_INTERVAL_S = 0.25
 
 
 class Worker:
@@ -44,6 +47,7 @@ class Worker:
         self._checked_at_step = 0  # integrity is checked once at every return to idleness
         self._stats_due_s = 0.0
         self._last_stats: Stats | None = None
+        self._doing: tuple[str, float] | None = None  # which step, and since when; read by the watchdog's thread
 
     def load(self) -> None:
         """Load the model and build the worker's parts."""
@@ -54,9 +58,11 @@ class Worker:
 
     def run(self) -> None:
         """Load, say Ready, and step until told to stop. Whatever ends it early is reported as Dead."""
+        is_over = threading.Event()
         try:
             self.load()
             self.end.send(self.ready())
+            threading.Thread(target=self._watch, args=(is_over,), name="mstar-watchdog", daemon=True).start()
             pending: Step | None = None
             while not self.is_stopped:
                 if self.config.overlap:
@@ -67,12 +73,15 @@ class Worker:
             if not isinstance(error, ConfigError | PluginError):
                 log.exception("the worker stopped")
             self.end.send(Dead(reason=described(error)))
+        finally:
+            is_over.set()
 
     def step(self) -> None:
         """One turn of the loop."""
         self.receive()
         batch = self.schedule()
         if batch is not None:
+            self._do(".".join(batch.key))
             started = time.perf_counter()
             finished = self.runner.run(batch)
             self.scheduler.record(batch, time.perf_counter() - started)
@@ -88,18 +97,21 @@ class Worker:
         batch = self.schedule(is_running=pending is not None)
         launched = self.launch(batch) if batch is not None else None
         if pending is not None:
+            self._do(".".join(pending.batch.key))
             self.route(finish(pending, self.modules))
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
             live = [work for work in batch.works if not work.is_cancelled and not work.request.is_dead]
             if live:
+                self._do(".".join(batch.key))
                 self.route(self.runner.run(Batch(batch.key, live)))
         self.report()
         return launched
 
     def launch(self, batch: Batch) -> Step | None:
         """Launch a batch; None if it raised."""
+        self._do(".".join(batch.key))
         started = time.perf_counter()
         try:
             return self.runner.launch(batch)
@@ -117,7 +129,10 @@ class Worker:
             if self.num_steps != self._checked_at_step and not self.router.requests:
                 self._checked_at_step = self.num_steps
                 self._report_leaks()
-        for message in self.end.receive(timeout_s):
+        self._doing = None
+        messages = self.end.receive(timeout_s)
+        self._do("the worker's own work between two steps")
+        for message in messages:
             if isinstance(message, Shutdown):
                 self.is_stopped = True
             else:
@@ -186,12 +201,28 @@ class Worker:
             swapped=sum(tenant.is_swapped for tenant in self.router.holdings.tenants()),
             swaps=self.scheduler.num_swaps,
             cache_hit_tokens=sum(pool.hit_tokens for pool in pools.values()),
+            cache_queried_tokens=sum(pool.queried_tokens for pool in pools.values()),
             method_s={
                 f"{module.name}.{method}": (int(calls), int(rows), seconds)
                 for module in self.modules.by_name.values()
                 for method, (calls, rows, seconds) in module.method_s.items()
             },
         )
+
+    def _do(self, step: str) -> None:
+        self._doing = (step, time.monotonic())
+
+    def _watch(self, is_over: threading.Event) -> None:
+        """The watchdog: reports a step that lasts, from a thread of its own since the step blocks the worker's."""
+        reported: tuple[str, float] | None = None
+        while not is_over.wait(BEAT_INTERVAL_S):
+            doing = self._doing
+            if reported is not None and doing is not reported:
+                self.end.send(Beat(step=reported[0], seconds=0.0))
+                reported = None
+            if doing is not None and (seconds := time.monotonic() - doing[1]) >= LONG_STEP_S:
+                self.end.send(Beat(step=doing[0], seconds=seconds))
+                reported = doing
 
     def _report_leaks(self) -> None:
         try:
