@@ -2,7 +2,8 @@
 
 Importing this package costs milliseconds and no torch. `Node` and `Task` here are declarations: a component of the
 graph, and a thing a model can be asked for. The `nn.Module` behind a component and its turn at a method carry the
-same names in `mstar.plugin.nodes`, which does import torch: a plugin's `nodes.py` imports from there.
+same names in `mstar.plugin.nodes`, which does import torch: a plugin's `nodes.py` imports from there. What a processor
+may use on audio is in `mstar.plugin.media`, which imports numpy and FFmpeg.
 """
 
 from mstar.errors import ConfigError, PluginError, RequestError

@@ -63,11 +63,9 @@ class Limits:
 
     Args:
         max_model_len: most tokens (prompt and output) of one sequence.
-        request_defaults: an operator's defaults for params; empty so far.
     """
 
     max_model_len: int
-    request_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,13 +28,13 @@ class SpeechParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: Annotated[int, Meta(ge=1, description="of all segments together; null: no limit but the model's")] | (
         None
     ) = None
-    speed: Annotated[float, Meta(ge=0.25, le=4, description="1 is the only speed so far; others are refused")] = 1.0
+    speed: Annotated[float, Meta(ge=0.25, le=4, description="2 is twice as fast, at the same pitch")] = 1.0
     ignore_eos: bool = False
     temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] | None = None
     top_k: Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None

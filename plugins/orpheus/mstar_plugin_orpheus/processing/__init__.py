@@ -16,6 +16,7 @@ from msgspec import UNSET
 from tokenizers import Tokenizer
 
 from mstar.errors import RequestError
+from mstar.plugin.media import TimeStretcher
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits
 from mstar.types import (
@@ -45,12 +46,14 @@ class SpeechState:
 
     Args:
         last_item: the last segment; nothing joins after it.
+        tempo: makes one segment after another faster or slower.
         num_codes: codes of good frames so far, per segment.
         held: the end of a segment's audio, kept back until the segment's final decides how it ends.
         item: the segment that spoke last, or None.
     """
 
     last_item: int
+    tempo: TimeStretcher
     num_codes: dict[int, int] = field(default_factory=dict)
     held: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     item: int | None = None
@@ -88,8 +91,6 @@ class OrpheusProcessor(Processor):
 
     def _encode_speech(self, request: Request) -> Encoded:
         params: SpeechParams = request.params
-        if params.speed != 1.0:
-            raise RequestError(f"speed is {params.speed:g}; this model speaks at 1.0 only, so far", param="speed")
         prompts = self._prompts(request, voice=self._voice(params))
         segments, longest = [], 0
         for ids in prompts:
@@ -138,20 +139,20 @@ class OrpheusProcessor(Processor):
     def _voice(self, params: SpeechParams) -> str | None:
         voice = params.voice
         if voice is UNSET:
-            voice = self.limits.request_defaults.get("voice", self.config.voices[0])
+            voice = self.config.voices[0]
         if voice is not None and voice not in self.config.voices:
             raise RequestError(
-                f"unknown voice {voice!r}; known: {', '.join(self.config.voices)}, or null for none",
+                f"unknown voice {voice[:60]!r}; known: {', '.join(self.config.voices)}, or null for none",
                 param="voice",
                 code="unknown_voice",
             )
         return voice  # type: ignore[return-value]  # UNSET was replaced above
 
     def _sampling(self, params: SpeechParams) -> SamplingParams:
-        """What the client gave, else what the operator set, else the checkpoint's, else the published defaults."""
+        """What the client gave, else the checkpoint's, else the published defaults."""
         generation = self.config.generation
         checkpoint = {"temperature": 0.0} if generation.get("do_sample") is False else {}
-        sources = (self.limits.request_defaults, checkpoint, generation, PUBLISHED_SAMPLING)
+        sources = (checkpoint, generation, PUBLISHED_SAMPLING)
         values: dict[str, Any] = {}
         for name in SamplingParams.__struct_fields__:
             value = next((s[name] for s in ({name: getattr(params, name)}, *sources) if s.get(name) is not None), None)
@@ -186,7 +187,8 @@ class OrpheusProcessor(Processor):
     # ---- emissions to chunks --------------------------------------------------------------------------------
 
     def start(self, request: Request, encoded: Encoded) -> SpeechState:
-        return SpeechState(last_item=len(encoded.inputs["segments"]) - 1)
+        tempo = TimeStretcher(sample_rate=self.config.codec.sampling_rate, speed=getattr(request.params, "speed", 1.0))
+        return SpeechState(last_item=len(encoded.inputs["segments"]) - 1, tempo=tempo)
 
     def decode(self, state: SpeechState, emission: Emission) -> Iterator[Chunk]:
         (item,) = emission.path
@@ -197,8 +199,9 @@ class OrpheusProcessor(Processor):
             elif is_end and not state.num_codes:
                 yield TensorChunk("codes", torch.zeros(0, dtype=torch.int64))
         elif emission.name == "audio":
-            samples = np.zeros(0, dtype=np.float32) if emission.final else np.asarray(emission.value, dtype=np.float32)
-            heard = self._join(state, samples, item=item, final=emission.final)
+            tempo = state.tempo
+            spoken = tempo.flush() if emission.final else tempo.feed(np.asarray(emission.value, dtype=np.float32))
+            heard = self._join(state, spoken, item=item, final=emission.final)
             if len(heard) or (is_end and state.item is None):
                 yield AudioChunk(heard, self.config.codec.sampling_rate)
                 yield TensorChunk("audio", torch.from_numpy(heard))

@@ -1,0 +1,5 @@
+"""What a processor may use to work on media. Unlike `mstar.plugin` itself it imports numpy and FFmpeg."""
+
+from mstar.media.tempo import TimeStretcher
+
+__all__ = ["TimeStretcher"]
