@@ -1,0 +1,12 @@
+"""The client of a server: `Client`, `AsyncClient`, what they give and what they raise. Imports no torch."""
+
+from mstar.client.aio import AsyncClient, AsyncStream
+from mstar.client.errors import APIError, ClientError, ConnectionFailed, StreamBroken
+from mstar.client.parts import media, tensor
+from mstar.client.results import Audio, Event, Image, Output, Progress, Result, Speech, Tensor, Text
+from mstar.client.sync import Client, Stream
+
+__all__ = [
+    "APIError", "AsyncClient", "AsyncStream", "Audio", "Client", "ClientError", "ConnectionFailed", "Event", "Image",
+    "Output", "Progress", "Result", "Speech", "Stream", "StreamBroken", "Tensor", "Text", "media", "tensor",
+]  # fmt: skip
