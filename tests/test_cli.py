@@ -11,22 +11,27 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import mstar
+from mstar import config
 from mstar.cli import cli, main
-from mstar.config import EngineConfig, ServerConfig
+from mstar.config import EngineConfig, ServerConfig, read_environment
 from mstar.plugin import loader
 from mstar.plugin.loader import InstalledPlugin
 
-COMMANDS = ["doctor", "graph", "plugins", "run", "serve"]
+COMMANDS = ["bench", "cache", "doctor", "graph", "plugins", "run", "serve"]
 OWN_FLAGS = {
     "serve": {"--config"},
     "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
+    "bench": set(),
+    "cache": set(),
     "graph": {"--format", "--model", "--output", "--plugin"},
     "plugins": {"--json"},
-    "doctor": {"--host", "--port"},
+    "doctor": {"--host", "--model", "--plugin", "--port"},
 }
-SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions"}
+SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout"}
 
 PLUGIN = """
 from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk
@@ -109,6 +114,8 @@ def test_the_lists_of_commands_and_their_flags_are_frozen() -> None:
     from_table = {
         "serve": flags_of(EngineConfig) | flags_of(ServerConfig),
         "run": flags_of(EngineConfig) - SERVER_ONLY,
+        "bench": set(),
+        "cache": set(),
         "graph": set(),
         "plugins": set(),
         "doctor": set(),
@@ -158,6 +165,8 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
         (["serve", "--dtype", "int4", "--plugin", "x"], "must be one of auto, float32"),
         (["serve", "--set", "codec", "--plugin", "x"], "expected part=PATH"),
         (["serve", "a", "--model", "b", "--plugin", "x"], "given twice"),
+        (["serve", "--ssl-keyfile", "k.pem", "--plugin", "x"], "--ssl-keyfile is given without --ssl-certfile"),
+        (["serve", "--allowed-origins", "https://a/b", "--plugin", "x"], "must be '*' or like https://"),
         (["serve", "--config", "absent.yaml"], "--config absent.yaml: No such file"),
         (["run", "--plugin", "x"], "either --request FILE or --text TEXT"),
         (["run", "--text", "a", "--request", "b"], "either --request FILE or --text TEXT"),
@@ -200,6 +209,22 @@ def test_serve_passes_settings_on_and_ends_with_the_server_s_code(run: Run, laun
         kv_cache_memory_bytes=2 * 1024**2,
     )  # fmt: skip
     assert server == ServerConfig(port=0)
+
+
+def test_a_key_comes_from_a_flag_or_else_the_environment_and_is_never_shown(
+    run: Run, launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "correct-horse-battery"
+    monkeypatch.setattr(config, "environment", lambda: read_environment({"MSTAR_API_KEY": secret}))
+    run("serve", "--plugin", "echo")
+    run("serve", "--plugin", "echo", "--api-key", "one", "--api-key", "two")
+    assert [server.api_key for _, server in launched] == [(secret,), ("one", "two")]
+    assert secret not in repr(launched)
+    code, out, err = run("serve", "--plugin", "echo", "--api-key", f"{secret} x")
+    assert code == 2
+    assert "--api-key" in err
+    assert secret not in out + err
+    assert secret not in run("serve", "--help")[1]
 
 
 def test_the_command_line_wins_over_the_file(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
@@ -352,3 +377,24 @@ def test_doctor_names_each_problem_with_its_remedy(run: Run, tmp_path: Path, mon
     assert "-> pip install --upgrade mstar-plugin-broken" in lines[broken + 1]
     assert any(line.startswith("ok") and "plugin parrot" in line for line in lines)
     assert all(any(word in line for line in lines) for word in ("torch", "threads", "shared memory", "cache folder"))
+
+
+def test_doctor_checks_a_checkpoint_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:
+    def line(*arguments: str) -> str:
+        _, out, _ = run("doctor", "--port", "0", "--plugin", "echo", *arguments)
+        return next(line for line in out.splitlines() if line[8:18] == "checkpoint")
+
+    assert line().startswith("ok")
+    assert "there is no such folder" in line("--model", str(tmp_path / "absent"))
+    assert "is not in the hub's cache" in line("--model", "nobody/nothing-like-this")
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    assert "its model_type is not 'echo'" in line("--model", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "echo"}')
+    assert "has no weights" in line("--model", str(tmp_path))
+    save_file({"w": torch.zeros(4)}, tmp_path / "model-1.safetensors")
+    assert "1 tensors" in line("--model", str(tmp_path))
+    shards = {"w": "model-1.safetensors", "v": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    found = line("--model", str(tmp_path))
+    assert found.startswith("problem")
+    assert "model-2.safetensors" in found

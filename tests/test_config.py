@@ -17,9 +17,12 @@ from mstar.errors import ConfigError
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --device --max-model-len --max-num-seqs --max-num-batched-tokens
 --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant --attention-backend --seed
---max-queue --session-ttl --max-sessions --request-timeout
+--max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 """.split()
-SERVER_FLAGS = "--host --port --log-level --max-body-bytes --drain-timeout".split()
+SERVER_FLAGS = """
+--host --port --log-level --max-body-bytes --client-timeout --drain-timeout --enable-metrics --api-key --allowed-origins
+--ssl-certfile --ssl-keyfile --ssl-ca-certs
+""".split()
 
 
 def test_the_list_of_flags_is_frozen() -> None:
@@ -58,6 +61,36 @@ def test_a_bad_setting_is_refused_with_flag_value_limit_and_remedy(settings: dic
     with pytest.raises(ConfigError) as error:
         EngineConfig(plugin="echo", **settings)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"api_key": ("two words",)}, "--api-key .*without spaces"),
+        ({"api_key": ("",)}, "--api-key"),
+        ({"api_key": ("schl\u00fcssel",)}, "--api-key .*visible ASCII"),
+        ({"allowed_origins": ("example.org",)}, "--allowed-origins is 'example.org'"),
+        ({"allowed_origins": ("https://example.org/",)}, "--allowed-origins is 'https://example.org/'"),
+        ({"ssl_keyfile": "k"}, "--ssl-keyfile is given without --ssl-certfile"),
+        ({"ssl_ca_certs": "c"}, "--ssl-ca-certs is given without --ssl-certfile"),
+        ({"client_timeout_s": 0}, "--client-timeout is 0"),
+    ],
+)
+def test_a_bad_setting_of_the_server_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        ServerConfig(**settings)
+    assert not any(key and key in str(error.value) for key in settings.get("api_key", ()))
+    assert ServerConfig(allowed_origins=("*", "https://example.org:8443")).allowed_origins
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    config = ServerConfig(api_key=("sesame",))
+    assert "sesame" not in repr(config)
+    assert flags(ServerConfig)["api_key"].shown(config.api_key) == "***"
+    assert "sesame" not in repr(read_environment({"MSTAR_API_KEY": "sesame"}))
+    with pytest.raises(ConfigError, match="api-key is \\*\\*\\*") as error:
+        load_config_file(written(tmp_path, "api-key: [{a: sesame}]"))
+    assert "sesame" not in str(error.value)
 
 
 def test_every_flag_has_help_and_a_default_that_passes_validation() -> None:
@@ -145,10 +178,10 @@ def test_an_unknown_variable_is_named_in_a_warning(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         read_environment({"MSTAR_CACHES": "/x", "OTHER": "1"})
     assert "MSTAR_CACHES" in caplog.text
-    assert "did you mean MSTAR_CACHE?" in caplog.text
+    assert "did you mean MSTAR_CACHE" in caplog.text
 
 
-@pytest.mark.parametrize("variables", [{"MSTAR_LOG_LEVEL": "loud"}, {"MSTAR_CACHE": " "}])
+@pytest.mark.parametrize("variables", [{"MSTAR_LOG_LEVEL": "loud"}, {"MSTAR_CACHE": " "}, {"MSTAR_API_KEY": ""}])
 def test_a_variable_that_cannot_work_is_an_error(variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(variables))):
         read_environment(variables)

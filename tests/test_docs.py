@@ -55,8 +55,13 @@ def unknown_flags(words: list[str]) -> list[str]:
         return []
     if words[1] not in cli.commands:
         return [] if words[1] in ("--help", "--version") else [words[1]]
-    known = {o for p in cli.commands[words[1]].params for o in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
-    return [word for word in words[2:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+    command, rest = cli.commands[words[1]], words[2:]
+    while isinstance(command, click.Group) and rest:
+        if rest[0] not in command.commands:
+            return rest[:1]
+        command, rest = command.commands[rest[0]], rest[1:]
+    known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
+    return [word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
 
 
 @pytest.mark.parametrize("snippet", every("python"))
@@ -136,7 +141,9 @@ def test_serving_names_every_route() -> None:
 
 def test_unknown_flags_and_commands_are_seen() -> None:
     assert unknown_flags(["mstar", "serve", "--gpu-memory", "1"]) == ["--gpu-memory"]
-    assert unknown_flags(["mstar", "bench"]) == ["bench"]
+    assert unknown_flags(["mstar", "brew"]) == ["brew"]
+    assert unknown_flags(["mstar", "bench", "brew"]) == ["brew"]
+    assert unknown_flags(["mstar", "bench", "speech", "--gpu", "1", "--url", "x"]) == ["--gpu"]
     assert unknown_flags(["make", "coffee"]) == ["coffee"]
     assert not unknown_flags(["mstar", "run", "--text=hi", "--no-enable-prefix-caching"])
 

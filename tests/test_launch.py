@@ -70,12 +70,15 @@ def test_a_busy_port_is_known_before_anything_is_loaded() -> None:
             launch.serve(engine_config(plugin="nobody"), ServerConfig(port=port))
 
 
+KEY = "correct-horse-battery"
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """A server in its own process, its address, and what it logged before it answered."""
-    command = [sys.executable, "-m", "mstar", "serve", "--plugin", "echo", "--port", "0"]
+    """A server in its own process, its address, and what it logged before it answered. It listens everywhere."""
+    command = [sys.executable, "-m", "mstar", "serve", "--plugin", "echo", "--port", "0", "--host", "0.0.0.0"]
     command += ["--kv-cache-memory-bytes", str(KV), "--drain-timeout", "5"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MSTAR_API_KEY": KEY}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     lines: list[str] = []
     assert process.stderr is not None
@@ -84,10 +87,11 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
             lines.append(line)
             if "Application startup complete" in line:
                 break
-        url = re.search(r"Starting mstar server on (http://\S+)", "".join(lines))
-        assert url is not None, "".join(lines)
-        wait_until_healthy(url[1])
-        yield process, url[1], lines
+        found = re.search(r"Starting mstar server on (http://\S+)", "".join(lines))
+        assert found is not None, "".join(lines)
+        url = found[1].replace("0.0.0.0", "127.0.0.1")
+        wait_until_healthy(url)
+        yield process, url, lines
     finally:
         process.kill()
         process.communicate()
@@ -117,12 +121,38 @@ def test_a_server_says_what_it_does_answers_and_drains(server: Any) -> None:
     ]
     assert [log.find(words) for words in order] == sorted(log.find(words) for words in order), log
     assert all(words in log for words in order)
-    answer = httpx.post(f"{url}/v1/generate", json=text("hello", task="chunks"), timeout=10)
-    assert answer.status_code == 200 and answer.json()["outputs"]
-    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
-    spoken = httpx.post(f"{url}/v1/audio/speech", json={"input": "hello"}, timeout=10)
-    assert spoken.content.startswith(b"RIFF") and len(spoken.content) > 44
+    assert "api_key: '***'" in log and "anyone who can reach" not in log
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=10) as client:
+        answer = client.post("/v1/generate", json=text("hello", task="chunks"))
+        assert answer.status_code == 200 and answer.json()["outputs"]
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        spoken = client.post("/v1/audio/speech", json={"input": "hello"})
+        assert spoken.content.startswith(b"RIFF") and len(spoken.content) > 44
+        assert client.get("/v1/audio/voices").json()["voices"] == ["plain", "loud"]
+        assert client.get("/version").json()["plugin"]["version"]
+        client.get(f"/v1/models/{KEY}?api_key={KEY}")
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+    assert process.stderr is not None and KEY not in log + process.stderr.read()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_an_open_door_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for host, keys, is_warned in (
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("127.0.0.1", (), False),
+        ("0.0.0.0", (KEY,), False),
+    ):
+        caplog.clear()
+        with pytest.raises(ConfigError, match="no plugin 'nobody'"):
+            launch.serve(engine_config(plugin="nobody"), ServerConfig(host=host, port=0, api_key=keys))
+        assert ("set --api-key or MSTAR_API_KEY" in caplog.text) == is_warned, host
+
+
+def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = ServerConfig(port=0, ssl_certfile=str(tmp_path / "absent.pem"))
+    with pytest.raises(ConfigError, match=r"--ssl-certfile .*absent\.pem: No such file"):
+        launch.serve(engine_config(plugin="nobody"), config)

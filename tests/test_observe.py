@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mstar.observe import progress, redact, setup_logging
+from mstar.observe import hide, progress, redact, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,8 @@ def test_the_level_can_be_changed_and_libraries_speak_only_of_problems(capsys: p
         ("Authorization: Bearer abc.def-123", "abc.def-123"),
         ("headers {'authorization': 'Basic dXNlcjpwdw=='}", "dXNlcjpwdw"),
         ("api_key=sesame; host=x", "sesame"),
+        ("MSTAR_API_KEY=sesame", "sesame"),
+        ("mstar serve --api-key sesame --port 1", "sesame"),
         ("using hf_abcdefghijklmnopqrst", "abcdefghijklmnopqrst"),
         ("fetching https://user:sesame@host/path", "sesame"),
         ("data:audio/wav;base64," + "QUJD" * 100, "QUJDQUJD"),
@@ -55,9 +57,17 @@ def test_secrets_and_encoded_media_are_cut_out(text: str, secret: str) -> None:
     assert secret not in redact(text)
 
 
-@pytest.mark.parametrize("text", ["stop token: 128258", "token_ids: [1, 2]", "max_tokens=12, key main", "/a/b/c.bin"])
+@pytest.mark.parametrize(
+    "text", ["stop token: 128258", "token_ids: [1, 2]", "max_tokens=12, key main", "/a/b/c.bin", "--ssl-keyfile k.pem"]
+)
 def test_ordinary_lines_stay_as_they_are(text: str) -> None:
     assert redact(text) == text
+
+
+def test_a_key_that_is_known_is_cut_out_wherever_it_stands() -> None:
+    hide(["correct-horse-battery", "short"])
+    assert redact("query ?k=correct-horse-battery&x") == "query ?k=***&x"
+    assert redact("a short line") == "a short line"
 
 
 def test_tracebacks_are_redacted_too(capsys: pytest.CaptureFixture[str]) -> None:

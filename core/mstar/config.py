@@ -23,6 +23,7 @@ import yaml
 from mstar.errors import ConfigError
 
 GIB = 1024**3
+HIDDEN = "***"
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
 
 # ---- reading values: from the command line (text) and from YAML (typed) alike; they raise ValueError ------------
@@ -75,6 +76,10 @@ def _whole_bytes(number: float) -> int:
     return int(number)
 
 
+def _file(value: Any) -> str:
+    return str(Path(_text(value)).expanduser())
+
+
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
 
@@ -99,6 +104,7 @@ class Flag:
         choices, minimum, maximum: what validation accepts.
         unit: multiplies a field's value up from the flag's unit (for messages), such as GiB for --swap-space.
         default_text: the default in words, where the value says too little.
+        is_secret: never shown, in logs and errors alike.
     """
 
     parse: Callable[[Any], Any]
@@ -109,6 +115,7 @@ class Flag:
     maximum: float | None = None
     unit: int = 1
     default_text: str = ""
+    is_secret: bool = False
 
     @property
     def key(self) -> str:
@@ -124,6 +131,8 @@ class Flag:
 
     def shown(self, value: Any) -> str:
         """A field's value as an operator would write it."""
+        if self.is_secret:
+            return HIDDEN
         if self.is_switch:
             return "on" if value else "off"
         return str(value) if self.unit == 1 else f"{value / self.unit:g}"
@@ -133,7 +142,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
     metadata = {"flag": Flag(parse=parse, help=help, **limits)}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not metadata["flag"].is_secret)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -185,6 +194,7 @@ class EngineConfig:
     request_timeout_s: float | None = _setting(
         _number, None, "seconds until a request is ended with an error", minimum=0.001, default_text="no limit"
     )
+    stall_timeout_s: float = _setting(_number, 120.0, "seconds of one step until /health reports it stuck", minimum=1)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -210,10 +220,38 @@ class ServerConfig:
     max_body_bytes: int = _setting(
         _size, 64 * 1024**2, "largest request body, in bytes or as 512MiB, 2GiB", minimum=1024, default_text="64MiB"
     )
+    client_timeout_s: float = _setting(
+        _number, 120.0, "seconds for a client to send a request, or to read a piece of the answer", minimum=0.1
+    )
     drain_timeout_s: float = _setting(_number, 30.0, "seconds for running requests to end at shutdown", minimum=0)
+    enable_metrics: bool = _setting(_boolean, True, "answer GET /metrics")
+    api_key: tuple[str, ...] = _setting(
+        _names, (), "key that clients must send; repeatable, any one will do", is_secret=True,
+        default_text="MSTAR_API_KEY, or else none",
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = _setting(
+        _names, (), "origin whose pages may call (CORS), or '*'; repeatable", default_text="none"
+    )
+    ssl_certfile: str | None = _setting(
+        _file, None, "serve HTTPS with this certificate (PEM, chain included)", default_text="none: HTTP"
+    )
+    ssl_keyfile: str | None = _setting(
+        _file, None, "private key of the certificate", default_text="in the certificate's file"
+    )
+    ssl_ca_certs: str | None = _setting(
+        _file, None, "clients need a certificate signed by one of these", default_text="none: not asked for"
+    )
 
     def __post_init__(self) -> None:
         _validate(self)
+        if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in self.api_key):
+            raise ConfigError("--api-key (or MSTAR_API_KEY) is not only visible ASCII; give a key without spaces")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"--allowed-origins is {origin!r}; it must be '*' or like https://example.org:8443")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"--{name.replace('_', '-')} is given without --ssl-certfile; give both")
 
 
 def flags(config: type[Any]) -> dict[str, Flag]:
@@ -282,7 +320,8 @@ def load_config_file(path: Path) -> dict[str, Any]:
         try:
             settings[name] = flag.parse(value)
         except ValueError as error:
-            raise ConfigError(f"--config {path}: {written} is {value!r}: {error}") from error
+            shown = HIDDEN if flag.is_secret else repr(value)
+            raise ConfigError(f"--config {path}: {written} is {shown}: {error}") from error
     return settings
 
 
@@ -303,15 +342,17 @@ class Environment:
     Args:
         cache: MSTAR_CACHE: folder for tiny checkpoints and built kernels (default: ~/.cache/mstar).
         log_level: MSTAR_LOG_LEVEL: default of --log-level.
+        api_key: MSTAR_API_KEY: the key of clients, and so the default of --api-key.
         compiler: CXX, as everywhere: the C++ compiler (default: c++).
     """
 
     cache: Path
     log_level: str
+    api_key: str | None = field(repr=False)
     compiler: str
 
 
-_VARIABLES = ("MSTAR_CACHE", "MSTAR_LOG_LEVEL")
+_VARIABLES = ("MSTAR_CACHE", "MSTAR_LOG_LEVEL", "MSTAR_API_KEY")
 
 
 def read_environment(variables: Mapping[str, str]) -> Environment:
@@ -328,9 +369,12 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     cache = variables.get("MSTAR_CACHE")
     if cache is not None and not cache.strip():
         raise ConfigError("MSTAR_CACHE is empty; set it to a folder or unset it")
+    if variables.get("MSTAR_API_KEY") == "":
+        raise ConfigError("MSTAR_API_KEY is empty; set it to a key, or unset it to serve without one")
     return Environment(
         cache=Path(cache).expanduser().absolute() if cache else base / "mstar",
         log_level=level,
+        api_key=variables.get("MSTAR_API_KEY"),
         compiler=variables.get("CXX") or "c++",
     )
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
+import ipaddress
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,17 +30,19 @@ import yaml
 from starlette.applications import Starlette
 
 import mstar
-from mstar.config import GIB, EngineConfig, ServerConfig
+from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, flags
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
+from mstar.plugin.loader import LoadedPlugin
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine
+from mstar.server.guard import Connection
 from mstar.server.native import GenerateRequest, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
@@ -53,6 +60,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     Returns an exit code: 0 after a shutdown that let all requests end, 1 after one that cut some. Raises ConfigError or
     PluginError if the model or the port cannot be served.
     """
+    _check_certificate(server_config)
     with _bound(server_config) as listener:
         return asyncio.run(_serve(engine_config, server_config, listener))
 
@@ -73,16 +81,39 @@ def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base
 # ---- one model --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is to be served: a plugin, and the checkpoint it found."""
+
+    plugin: LoadedPlugin
+    checkpoint: Checkpoint
+
+    @property
+    def voices(self) -> list[str] | None:
+        """Names of the voices, the default first; None for models without."""
+        spec = self.plugin.spec
+        return None if spec.voices is None else load_object(spec.voices, plugin=spec.name)(self.checkpoint.config)
+
+
+def find_model(config: EngineConfig) -> Model:
+    """Import the plugin and find the checkpoint's files. Raises ConfigError or PluginError."""
+    plugin = loader.load(config.plugin)
+    return Model(plugin, checkpoint.resolve(plugin.spec, config.model, parts=config.parts))
+
+
 @contextlib.asynccontextmanager
-async def started_engine(config: EngineConfig, *, base: Path | None = None) -> AsyncIterator[Engine]:
+async def started_engine(
+    config: EngineConfig, *, model: Model | None = None, base: Path | None = None
+) -> AsyncIterator[Engine]:
     """An engine with its worker, loaded and ready; both are stopped at the end. Raises ConfigError or PluginError.
 
     Args:
+        model: what `find_model(config)` gave, if it is known already.
         base: folder that file names in requests start from; None: requests may not name files.
     """
     _set_threads()
-    spec = loader.load(config.plugin).spec
-    found = checkpoint.resolve(spec, config.model, parts=config.parts)
+    model = model or find_model(config)
+    spec, found = model.plugin.spec, model.checkpoint
     graph = spec.graph(found.config)
     validate(graph, spec)
     engine_end, worker_end = memory_channel()
@@ -165,16 +196,61 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+def _check_certificate(config: ServerConfig) -> None:
+    """Raises ConfigError, naming the flag, for files that TLS cannot be served with."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key, authorities = config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs
+    steps = (  # an empty password, so that nobody is asked for one
+        ("--ssl-keyfile", key, lambda: open(key or "").close()),
+        ("--ssl-certfile", certificate, lambda: context.load_cert_chain(certificate or "", key, password="")),
+        ("--ssl-ca-certs", authorities, lambda: context.load_verify_locations(authorities)),
+    )
+    for flag, path, load in steps:
+        try:
+            if path is not None:
+                load()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            wanted = "a certificate with its own, unencrypted key" if flag == "--ssl-certfile" else "PEM"
+            raise ConfigError(f"{flag} {path}: {reason}; give a readable file of {wanted}") from error
+
+
+def _shown(config: EngineConfig | ServerConfig) -> dict[str, Any]:
+    """Field name -> value, for the log."""
+    secret = [name for name, flag in flags(type(config)).items() if flag.is_secret and getattr(config, name)]
+    shown: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str)
+    return shown | dict.fromkeys(secret, HIDDEN)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def _serve(config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
     logger.info("mstar %s", mstar.__version__)
-    settings = msgspec.to_builtins(config, enc_hook=str) | msgspec.to_builtins(server_config)
+    settings = _shown(config) | _shown(server_config)
     logger.info("configuration:\n%s", yaml.safe_dump(settings, sort_keys=False).rstrip())
-    async with started_engine(config) as engine:
-        app = create_app(engine, root=config.model, max_body_bytes=server_config.max_body_bytes)
+    host = server_config.host
+    if not server_config.api_key and not _is_loopback(host):
+        logger.warning("anyone who can reach %s can use this server; set --api-key or MSTAR_API_KEY", host)
+    model = find_model(config)
+    async with started_engine(config, model=model) as engine:
+        gc.collect()
+        gc.freeze()  # what is loaded stays; a full collection that walked it again would stop every stream meanwhile
+        app = create_app(
+            engine, root=config.model, max_body_bytes=server_config.max_body_bytes,
+            client_timeout_s=server_config.client_timeout_s, voices=model.voices, plugin_version=model.plugin.version,
+            api_keys=server_config.api_key, allowed_origins=server_config.allowed_origins,
+            enable_metrics=server_config.enable_metrics,
+        )  # fmt: skip
         for line in (*_plan_lines(engine), "Available routes:", *(f"  {route}" for route in route_names(app.routes))):
             logger.info("%s", line)
-        host = f"[{server_config.host}]" if ":" in server_config.host else server_config.host
-        logger.info("Starting mstar server on http://%s:%d", host, listener.getsockname()[1])
+        scheme = "https" if server_config.ssl_certfile else "http"
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("Starting mstar server on %s://%s:%d", scheme, shown, listener.getsockname()[1])
         server = Server(app, engine, config=server_config)
         await server.serve(sockets=[listener])
         return 1 if server.force_exit or server.is_cut else 0
@@ -188,7 +264,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, engine: Engine, *, config: ServerConfig) -> None:
-        more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
+        more |= {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+        more["ssl_cert_reqs"] = ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE
+        more["http"] = functools.partial(Connection, client_timeout_s=config.client_timeout_s)
         super().__init__(uvicorn.Config(app, log_level=config.log_level, **more))
         self.is_cut = False
         self._engine = engine

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -19,18 +19,28 @@ logger = logging.getLogger(__name__)
 
 _SECRETS = re.compile(
     r"""(?ix)
-    (\b(?:authorization|proxy-authorization|api[-_]?key|(?:hf|access|auth)[-_]?token|password|secret)["']?\s*[:=]\s*["']?(?:bearer\s+|basic\s+)?)
+    ((?:\b|_)(?:authorization|proxy-authorization|api[-_]?key|(?:hf|access|auth)[-_]?token|password|secret)["']?\s*[:=]\s*["']?(?:bearer\s+|basic\s+)?)
     [^\s"',;}]+
+    | (--[a-z-]*(?:key|token|password|secret)\s+)\S+
     | (\bbearer\s+)[\w.~+/-]{8,}=*
     | (://[^\s/:@]+:)[^\s/@]+(?=@)
     | \b((?:sk|hf)[-_])[A-Za-z0-9_-]{16,}
     """
 )
+_SHORTEST_HIDDEN = 8  # what is shorter also stands in ordinary words
+_hidden: set[str] = set()
 _ENCODED = re.compile(r"[A-Za-z0-9+/_-]{256,}={0,2}")
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Cut these out of every log line from now on, wherever they stand."""
+    _hidden.update(secret for secret in secrets if len(secret) >= _SHORTEST_HIDDEN)
 
 
 def redact(text: str) -> str:
     """`text` without credentials, and with long base64 replaced by its length."""
+    for secret in _hidden:
+        text = text.replace(secret, "***")
     text = _ENCODED.sub(lambda match: f"<{len(match[0])} characters of encoded data>", text)
     return _SECRETS.sub(lambda match: next((group for group in match.groups() if group), "") + "***", text)
 

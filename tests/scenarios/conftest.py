@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import binascii
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +19,13 @@ import pytest
 import torch
 from mstar_plugin_echo.oracle import Expected, SessionMemory, expected, make_request
 from mstar_plugin_echo.reference import Model
+from served import InspectedEnd
 from torch import Tensor
 
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
-from mstar.ipc.channel import WorkerEnd, memory_channel
-from mstar.ipc.messages import DropSession, FromWorker, ToWorker
+from mstar.ipc.channel import memory_channel
+from mstar.ipc.messages import DropSession
 from mstar.ipc.tensors import tensor_bytes
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.processor import Processor
@@ -278,33 +277,6 @@ def asks_of(*tasks: str) -> list[Ask]:
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------
-
-
-class InspectedEnd:
-    """A worker's end that also runs what tests ask of the worker's thread, between two steps."""
-
-    def __init__(self, end: WorkerEnd) -> None:
-        self._end = end
-        self._looks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-
-    def send(self, message: FromWorker) -> None:
-        self._end.send(message)
-
-    def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
-        messages = self._end.receive(timeout_s)
-        while not self._looks.empty():
-            look, future = self._looks.get()
-            try:
-                future.set_result(look())
-            except BaseException as error:  # noqa: BLE001  # the test's thread raises it
-                future.set_exception(error)
-        return messages
-
-    def look(self, look: Callable[[], Any]) -> Future[Any]:
-        """Run `look` on the worker's thread at its next turn."""
-        future: Future[Any] = Future()
-        self._looks.put((look, future))
-        return future
 
 
 class Served:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,15 +19,18 @@ import pytest
 import uvicorn
 from safetensors.torch import load
 
+import mstar
 from mstar.ipc.messages import Abort
 from mstar.server.app import create_app
 
 
 @contextlib.asynccontextmanager
-async def listening(serving: Callable[..., Any], **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    """A client of a server on a free port, and what is served."""
+async def listening(
+    serving: Callable[..., Any], *, app: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of a server on a free port, and what is served. `app` is for `create_app`, the rest for the engine."""
     async with serving(**settings) as served:
-        app = create_app(served.engine, root="tiny", max_body_bytes=4096)
+        app = create_app(served.engine, **{"root": "tiny", "max_body_bytes": 4096, "voices": ["amy"]} | (app or {}))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
@@ -135,17 +140,209 @@ def test_errors_are_openai_shaped_on_every_route(serving: Callable[..., Any]) ->
     run(scenario())
 
 
-def test_models_and_health(serving: Callable[..., Any]) -> None:
+def test_models_give_their_limits(serving: Callable[..., Any]) -> None:
     async def scenario() -> None:
-        async with listening(serving, served_model_name=("one", "two")) as (client, _):
+        async with listening(serving, served_model_name=("one", "two"), max_queue=9) as (client, _):
             models = (await client.get("/v1/models")).json()
             assert models["object"] == "list" and [m["id"] for m in models["data"]] == ["one", "two"]
-            assert (await client.get("/v1/models/two")).json()["max_model_len"] == 2000
-            error_of(await client.get("/v1/models/three"), 404)
+            model = (await client.get("/v1/models/two")).json()
+            assert model["max_model_len"] == 2000 and model in models["data"]
+            assert model["limits"] == {
+                "max_model_len": 2000, "max_body_bytes": 4096, "max_num_seqs": 32, "max_queue": 9,
+                "request_timeout_s": None,
+            }  # fmt: skip
+            for name in ("three", "%2e%2e/%2e%2e/etc/passwd", "%2e%2e%2f", "\u00e9", "%ff", "x" * 9000):
+                error = error_of(await client.get(f"{client.base_url}/v1/models/{name}"), 404)
+                assert error["param"] == "model" and len(error["message"]) < 500
+
+    run(scenario())
+
+
+def test_health_is_about_the_model_and_ready_about_the_next_request(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, max_num_seqs=1, max_queue=0, step_s=0.02) as (client, served):
+
+            async def statuses() -> list[int]:
+                return [(await client.get(path)).status_code for path in ("/health", "/ready")]
+
             assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.get("/ready")).json() == {"status": "ready"}
+            running = asyncio.ensure_future(client.post("/v1/generate", json=text("x" * 20)))
+            await asyncio.sleep(0.2)
+            assert await statuses() == [200, 503]
+            response = await client.get("/ready")
+            assert "queue is full" in error_of(response, 503)["message"] and int(response.headers["retry-after"]) > 0
+            await running
+            await served.settled()
+            assert await statuses() == [200, 200]
             assert (await client.post("/v1/generate", json=text("a^"))).status_code == 503
-            response = await client.get("/health")
-            assert "device is gone" in error_of(response, 503)["message"] and int(response.headers["retry-after"]) > 0
+            assert await statuses() == [503, 503]
+            assert "device is gone" in error_of(await client.get("/health"), 503)["message"]
+
+    run(scenario())
+
+
+def test_version_voices_and_metrics(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, app={"plugin_version": "1.2"}) as (client, _):
+            version = (await client.get("/version")).json()
+            assert version["version"] == mstar.__version__ and version["torch"]
+            assert version["plugin"] == {"name": "parrot", "version": "1.2"}
+            voices = (await client.get("/v1/audio/voices")).json()
+            assert voices["voices"] == ["amy"]
+            await client.get("/secret/nowhere")
+            await client.get("/v1/models/tiny")
+            await client.request("BREW", "/health")
+            await client.post("/v1/generate", json=text("a"))
+            response = await client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            lines = [line for line in response.text.splitlines() if line.startswith("mstar_http_responses_total")]
+            labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
+            for route, method, status in (
+                ("none", "GET", "404"),
+                ("/v1/models/{name:path}", "GET", "200"),
+                ("/health", "other", "405"),
+                ("/v1/generate", "POST", "200"),
+            ):
+                assert {"route": route, "method": method, "status": status} in labels, lines
+            assert "secret" not in response.text
+        async with listening(serving, app={"enable_metrics": False, "voices": None}) as (client, _):
+            error_of(await client.get("/metrics"), 404)
+            error_of(await client.get("/v1/audio/voices"), 404)
+
+    run(scenario())
+
+
+def test_head_is_answered_like_get_without_a_body(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, _):
+            for path in (
+                "/health",
+                "/ready",
+                "/version",
+                "/v1/models",
+                "/v1/audio/voices",
+                "/openapi.json",
+                "/metrics",
+            ):
+                head, get = await client.head(path), await client.get(path)
+                assert (head.status_code, head.content) == (200, b"")
+                assert head.headers["content-type"] == get.headers["content-type"]
+            error = await client.head("/v1/generate")
+            assert error.status_code == 405 and error.headers["allow"] == "POST"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status", "param"),
+    [
+        ("GET", "/health?verbose=1", {}, 400, "verbose"),
+        ("GET", "/v1/models?" + "&".join(f"k{i}=%ff" for i in range(3000)), {}, 400, "k0"),
+        ("POST", "/v1/generate?api_key=sesame", {"json": {}}, 400, "api_key"),
+        ("GET", "/health", {"content": b"{}"}, 400, "Content-Length"),
+        ("DELETE", "/v1/sessions/x", {"content": b"{}"}, 400, "Content-Length"),
+        ("POST", "/v1/generate", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "Content-Type"),
+        ("POST", "/v1/generate", {"content": b"{}"}, 415, "Content-Type"),
+        (
+            "POST", "/v1/generate",
+            {"content": b"{}", "headers": {"Content-Type": "application/json; charset=utf-16"}}, 415, "Content-Type",
+        ),
+        ("POST", "/v1/audio/speech", {"files": {"input": b"x"}}, 415, "Content-Type"),
+        (
+            "POST", "/v1/generate",
+            {"json": {}, "headers": {"Content-Encoding": "gzip"}}, 415, "Content-Encoding",
+        ),
+        ("POST", "/health", {}, 405, None),
+        ("PATCH", "/v1/models", {}, 405, None),
+        ("GET", "//v1/models", {}, 404, None),
+        ("GET", "/v1/models/", {}, 404, None),
+        ("POST", "/v1/generate/", {"json": {}}, 404, None),
+        ("POST", "/v1/images/generations", {"json": {}}, 404, None),
+        ("GET", "/static/%2e%2e/%2e%2e/etc/passwd", {}, 404, None),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_is_refused(
+    serving: Callable[..., Any], method: str, path: str, options: dict[str, Any], status: int, param: str | None
+) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, served):
+            response = await client.request(method, f"{client.base_url}{path}", **options)
+            error = error_of(response, status)
+            # "/v1/models/" names a model without a name
+            assert error["param"] == ("model" if path == "/v1/models/" else param)
+            assert "sesame" not in response.text and len(response.text) < 2000
+            assert ("allow" in response.headers) == (status == 405)
+            assert not served.worker.seen
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        (b"", "not valid JSON", None),
+        (b'{"inputs": [], "inputs": []}', "'inputs' is given twice", "inputs"),
+        (b'{"params": {"top_k": 1, "top_k": 2}}', "'top_k' is given twice", "top_k"),
+        (b'{"seed": NaN}', "not valid JSON", None),
+        (b'{"seed": -Infinity}', "not valid JSON", None),
+        (b'{"params": {"temperature": 1e999}}', "not valid JSON", None),
+        (b'{"model": "\xff"}', "byte 11 is not UTF-8", None),
+        (b"\xff\xfe{\x00}\x00", "not UTF-8", None),
+        (b'{"model": "\\ud800"}', "valid Unicode", "model"),
+        (b'{"seed": 1' + b"0" * 3000 + b"}", "64 bits", "seed"),
+        (b'{"params":' * 300 + b"1" + b"}" * 300, "", ...),
+        (b"[" * 4000, "nested too deeply", None),
+        (b"[]", "must be object", None),
+        (b'"text"', "must be object", None),
+        (b"null", "must be object", None),
+    ],
+)
+def test_bodies_that_cannot_be_read_are_a_400(serving: Callable[..., Any], body: bytes, words: str, param: Any) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, served):
+            kind = {"Content-Type": "application/json; charset=UTF-8"}
+            error = error_of(await client.post("/v1/generate", content=body, headers=kind), 400)
+            assert words in error["message"] and param in (..., error["param"]) and len(error["message"]) < 300
+            error_of(await client.post("/v1/audio/speech", content=body, headers=kind), 400)
+            await served.settled()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("value", ["", "   ", "\n", None, 7, ["a"], {"a": 1}])
+def test_blank_or_missing_input_is_refused_before_any_work(serving: Callable[..., Any], value: Any) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, served):
+            body = {} if value is None else {"input": value}
+            for fields in (body, {"input": value}):
+                assert error_of(await client.post("/v1/audio/speech", json=fields), 400)["param"] == "input"
+            for voice in ("", "nobody", "x" * 2000, "../../x", 7):
+                response = await client.post("/v1/audio/speech", json={"input": "a", "voice": voice})
+                assert error_of(response, 400)["param"] == "voice"
+            assert not served.worker.seen and (await client.get("/health")).status_code == 200
+
+    run(scenario())
+
+
+def test_large_bodies_leave_the_event_loop_to_others(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving, app={"max_body_bytes": 2**24}) as (client, _):
+            ids = {"inputs": [{"type": "token_ids", "ids": [7] * 1_000_000}]}
+            body = json.dumps(ids).encode()
+            posting = asyncio.ensure_future(
+                client.post("/v1/generate", content=body, headers={"Content-Type": "application/json"})
+            )
+            longest, began = 0.0, time.perf_counter()
+            while not posting.done():
+                asleep = time.perf_counter()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.perf_counter() - asleep)
+            error_of(await posting, 400)  # more than the model takes
+            assert longest < (time.perf_counter() - began) / 3, longest
+            many = b"[" + b"1," * 2_200_000 + b"1]"
+            response = await client.post("/v1/generate", content=many, headers={"Content-Type": "application/json"})
+            assert "commas" in error_of(response, 413)["message"]
 
     run(scenario())
 

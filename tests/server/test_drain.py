@@ -89,7 +89,9 @@ def test_new_connections_are_refused_with_503_while_running_requests_end(serving
             async with httpx.AsyncClient(base_url=client.base_url) as other:
                 refused = await ask(other, "new")
                 assert refused.status_code == 503 and refused.headers["retry-after"]
-                assert (await other.get("/health")).status_code == 503
+                alive, ready = await other.get("/health"), await other.get("/ready")
+                assert alive.status_code == 200 and alive.json() == {"status": "draining"}
+                assert ready.status_code == 503 and "shutting down" in ready.json()["error"]["message"]
             assert (await running).json()["outputs"][0]["text"] == "x" * 60
             await task
             assert not server.is_cut

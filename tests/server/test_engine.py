@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -308,5 +309,61 @@ def test_closing_ends_what_runs(serving: Callable[..., Any]) -> None:
         with pytest.raises(RequestError) as caught:
             await collect(handle)
         assert caught.value.status == 503
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["being encoded", "queued", "running", "being decoded"])
+def test_a_deadline_ends_a_request_in_every_phase_and_says_which(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(max_num_seqs=1, step_s=0.01) as served:
+            engine = served.engine
+            blocker = await engine.submit(wire("x" * 900)) if phase == "queued" else None
+            if phase == "being decoded":
+                monkeypatch.setattr(type(engine._processor), "finish", lambda *_: time.sleep(0.6))
+            text = {"being encoded": "slow encode", "being decoded": "ab"}.get(phase, "y" * 900)
+            started = time.monotonic()
+            with pytest.raises(RequestError, match=f"was {phase} when its 0.3 s were over; .*'timeout_s'") as caught:
+                await collect(await engine.submit(wire(text, timeout_s=0.3)))
+            assert 0.3 <= time.monotonic() - started < 1.1
+            assert (caught.value.status, caught.value.code) == (504, "deadline_exceeded")
+            if blocker is not None:
+                blocker.abort()
+            assert engine.num_active == 0 and engine.state.num_running == engine.state.num_waiting == 0
+            await served.settled()
+
+    run(scenario())
+
+
+def test_a_stream_past_its_deadline_has_given_what_there_was(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with serving(step_s=0.02) as served:
+            handle = await served.engine.submit(wire("x" * 900, stream=True, timeout_s=0.5))
+            got = []
+            with pytest.raises(RequestError, match="running when its 0.5 s"):
+                async for chunk in handle:
+                    got.append(chunk)
+            assert got
+            await served.settled()
+
+    run(scenario())
+
+
+def test_requests_being_encoded_fill_the_queue_and_leave_it_when_their_clients_go(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with serving(max_num_seqs=1, max_queue=7) as served:
+            engine = served.engine
+            encoding = [asyncio.ensure_future(engine.submit(wire("slow encode"))) for _ in range(8)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(RequestError, match="8 requests are running or waiting; the limit is 8") as caught:
+                await engine.submit(wire("one too many"))
+            assert caught.value.status == 429
+            for task in encoding:
+                task.cancel()
+            await asyncio.wait(encoding)
+            assert engine.num_active == 0 and engine.state.num_waiting == 0
+            assert await collect(await engine.submit(wire("after"))) == "after"
 
     run(scenario())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Abort, Begin, Close, Dead, DropSession, Failed, Open, Ready, ToWorker, WalkDone
+from mstar.ipc.messages import Abort, Beat, Begin, Close, Dead, DropSession, Failed, Open, Ready, ToWorker, WalkDone
 from mstar.plugin.graph import Call, Graph, Walk
 from mstar.plugin.session import SessionTable
 from mstar.plugin.states import RequestView, Start, States, Then
@@ -51,9 +51,18 @@ def make_state(*, ready: bool = True, **limits: float) -> EngineState:
     return state
 
 
-def start(state: EngineState, name: str, *, task: str = "read", now: float = 0, **fields: object) -> list[object]:
+def start(
+    state: EngineState,
+    name: str,
+    *,
+    task: str = "read",
+    now: float = 0,
+    timeout_s: float | None = None,
+    **fields: object,
+) -> list[object]:
     request = Request(id=name, model="m", task=task, parts=(), **fields)  # type: ignore[arg-type]
-    actions = state.submit(name, session=request.session, now=now)
+    deadline = state.limits.deadline(timeout_s, now=now)
+    actions = state.submit(name, session=request.session, deadline=deadline, now=now)
     encoded = Encoded(inputs={"ids": torch.tensor([1])}, kv_tokens={"lm.main": 10})
     return [*sends(actions), *sends(state.encoded(request, encoded, now=now))]
 
@@ -133,14 +142,51 @@ def test_a_failure_on_the_worker_is_not_aborted_there_again() -> None:
 
 
 def test_deadlines_end_requests_wherever_they_are() -> None:
-    state = make_state(max_running=1, timeout_s=5)
-    start(state, "a")
-    start(state, "b", now=1)
-    state.submit("c", session=None, now=2)
+    state = make_state(max_running=1)
+    start(state, "a", timeout_s=5)
+    start(state, "b", now=1, timeout_s=5)
+    state.submit("c", session=None, deadline=state.limits.deadline(5, now=2), now=2)
     assert state.tick(now=4.9) == []
     ended = [a for a in state.tick(now=7) if isinstance(a, End)]
     assert [e.entry.request_id for e in ended] == ["a", "b", "c"]
     assert all(e.error is not None and e.error.status == 504 for e in ended)
+
+
+def test_the_nearer_of_two_deadlines_counts_and_its_remedy_is_named() -> None:
+    limits = Limits(max_running=1, max_queue=1, timeout_s=60)
+    own, operators = limits.deadline(5, now=10), limits.deadline(90, now=10)
+    assert own is not None and own.at == 15 and "'timeout_s'" in own.error("queued").message
+    assert operators is not None and operators.at == 70 and "--request-timeout" in operators.error("queued").message
+    assert limits.deadline(None, now=10) == limits.deadline(60.5, now=10) == operators
+    assert Limits(max_running=1, max_queue=1).deadline(None, now=10) is None
+
+
+def test_requests_being_encoded_count_against_the_queue() -> None:
+    state = make_state(max_running=1, max_queue=1)
+    for name in ("a", "b"):
+        state.submit(name, session=None, now=0)
+    with pytest.raises(RequestError, match="the limit is 2") as caught:
+        state.submit("c", session=None, now=0)
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    assert state.num_waiting == 2 and state.retry_after_s >= 1
+    state.fail("a", RequestError("gone", status=499), now=1)
+    state.submit("c", session=None, now=1)
+
+
+def test_a_step_that_lasts_is_stuck_only_past_the_limit() -> None:
+    state = make_state(stall_timeout_s=30)
+    state.receive(Beat(step="lm.decode", seconds=29), now=0)
+    assert state.stuck is None and state.unhealthy is None and state.num_stalls == 0
+    for seconds in (35, 36):
+        state.receive(Beat(step="lm.decode", seconds=seconds), now=0)
+        assert state.stuck == f"lm.decode has been running for {seconds} s" == state.unhealthy == state.unready
+    with pytest.raises(RequestError, match="for 36 s; try again later") as caught:
+        state.submit("r", session=None, now=0)
+    assert caught.value.status == 503 and state.num_stalls == 1
+    state.receive(Beat(step="lm.decode", seconds=0), now=0)
+    assert state.stuck is None and state.unready is None
+    state.draining = True
+    assert state.unhealthy is None and state.unready is not None
 
 
 def test_nothing_is_taken_in_before_ready_when_dead_or_draining() -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import click
 
 from mstar import __version__
+from mstar.cli.bench import bench
+from mstar.cli.cache import cache
 from mstar.cli.doctor import doctor
 from mstar.cli.run import run
 from mstar.cli.serve import serve
@@ -37,7 +39,7 @@ def cli() -> None:
     """Serve composite multimodal models: encoders, language backbones, flow heads, codecs, world predictors."""
 
 
-for _command in (serve, run, plugins, graph, doctor):
+for _command in (serve, run, bench, plugins, graph, cache, doctor):
     cli.add_command(_command)
 
 

@@ -24,6 +24,7 @@ from mstar.cli import options
 from mstar.errors import ConfigError, MstarError
 
 LIBRARIES = ("transformers", "safetensors", "huggingface_hub", "av", "starlette", "uvicorn", "msgspec", "pyzmq")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 SHARED_MEMORY_BYTES = 64 * 1024**2
 _FAILURES = (ImportError, OSError, OverflowError, subprocess.SubprocessError, MstarError)
 
@@ -50,12 +51,19 @@ class Check:
 
 
 @click.command()
+@options.only(config.EngineConfig, "plugin")
+@click.option("--model", help="also check this checkpoint: a folder, a hub id or 'tiny'")
 @click.option("--host", default=config.default(config.ServerConfig, "host"), show_default=True, help="address to check")
 @click.option("--port", default=config.default(config.ServerConfig, "port"), show_default=True, help="port to check")
 @click.pass_context
-def doctor(ctx: click.Context, host: str, port: int) -> None:
-    """Check this machine; exit with 1 if something keeps mstar from serving."""
-    problems = [check.run() for check in checks(host, port=port)].count(False)
+def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str, port: int) -> None:
+    """Check this machine, and a model on it; exit with 1 if something keeps mstar from serving."""
+    asked = checks(host, port=port)
+    if plugin is not None or model is not None:
+        look = partial(_checkpoint, options.choose_plugin(plugin), model=model or "tiny")
+        remedy = "pass --model FOLDER with all files of the checkpoint, or a hub id that is downloaded already"
+        asked.append(Check("checkpoint", look, remedy))
+    problems = [check.run() for check in asked].count(False)
     click.echo(f"{problems} to solve before mstar can serve" if problems else "nothing keeps mstar from serving")
     ctx.exit(1 if problems else 0)
 
@@ -116,6 +124,35 @@ def _plugin(name: str, *, found: str) -> str:
 
     loader.load(name)
     return found
+
+
+def _checkpoint(plugin: str, *, model: str) -> str:
+    """Where the files are and how much they hold. Reads headers of weights only, and downloads nothing."""
+    from mstar.layers.weights import Weights
+    from mstar.plugin import checkpoint, loader
+
+    found = checkpoint.resolve(loader.load(plugin).spec, model, download=_downloaded)
+    lines = []
+    for folder in (found.folder, *found.parts.values()):
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
+        if not files and model != checkpoint.TINY:
+            raise ConfigError(f"{folder} has no weights ({', '.join(WEIGHTS)})")
+        opened = [Weights.open(path) for path in sorted(folder.glob("*.index.json")) or files]
+        size = sum(weights.num_bytes for weights in opened) / config.GIB
+        lines.append(f"{folder}: {sum(len(weights.names) for weights in opened)} tensors, {size:.2f} GiB")
+    return "; ".join(lines)
+
+
+def _downloaded(repository: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
+        wrong = (
+            "is not in the hub's cache (HF_HOME); 'mstar serve' downloads it at its start, unless HF_HUB_OFFLINE is set"
+        )
+        raise ConfigError(f"{repository!r} {wrong}") from error
 
 
 def _compiler() -> str:

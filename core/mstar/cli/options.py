@@ -51,7 +51,8 @@ def _read(flag: Flag, ctx: click.Context, param: click.Parameter, value: Any) ->
     try:
         return None if value in (None, ()) else flag.parse(value)
     except ValueError as error:
-        raise click.BadParameter(f"{value!r}: {error}", ctx, param) from error
+        shown = config.HIDDEN if flag.is_secret else repr(value)
+        raise click.BadParameter(f"{shown}: {error}", ctx, param) from error
 
 
 config_option = click.option(

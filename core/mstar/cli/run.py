@@ -15,7 +15,7 @@ from mstar.cli import options
 from mstar.errors import RequestError
 
 # what only a server has; --seed is the request's here
-_SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions", "seed")
+_SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed")
 
 
 @click.command()

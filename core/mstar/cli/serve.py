@@ -27,7 +27,10 @@ def serve(positional_model: str | None, config_file: Path | None, **given: Any) 
             )
         given["model"] = positional_model
     settings = options.collect(given, config_file)
-    settings.setdefault("log_level", config.environment().log_level)
+    environment = config.environment()
+    settings.setdefault("log_level", environment.log_level)
+    if environment.api_key is not None:
+        settings.setdefault("api_key", (environment.api_key,))
     server = config.ServerConfig(**{n: settings.pop(n) for n in config.flags(config.ServerConfig) if n in settings})
     settings["plugin"] = options.choose_plugin(settings.get("plugin"))
     engine = config.EngineConfig(**settings)
@@ -35,4 +38,5 @@ def serve(positional_model: str | None, config_file: Path | None, **given: Any) 
     from mstar import launch, observe
 
     observe.setup_logging(server.log_level)
+    observe.hide(server.api_key)
     sys.exit(launch.serve(engine, server))

@@ -16,7 +16,7 @@ from mstar.ipc.tensors import decode, encode
 
 
 class WorkerEnd(Protocol):
-    """What a worker holds: blocking, used by one thread."""
+    """What a worker holds: `receive` is for one thread, `send` for any."""
 
     def send(self, message: FromWorker) -> None:
         """Never blocks; does nothing once the engine has closed its end."""

@@ -137,7 +137,18 @@ class Stats(Struct, tag=True, frozen=True, kw_only=True):
     swapped: int
     swaps: int
     cache_hit_tokens: int
+    cache_queried_tokens: int
     method_s: dict[str, tuple[int, int, float]]  # "module.method" -> (calls, rows, seconds)
+
+
+class Beat(Struct, tag=True, frozen=True, kw_only=True):
+    """A step lasts: for so long already. Sent while it goes on, and once more, with 0 s, when it is over.
+
+    `step` is "module.method", or says which of the worker's own work it is.
+    """
+
+    step: str
+    seconds: float
 
 
 class Dead(Struct, tag=True, frozen=True, kw_only=True):
@@ -146,4 +157,4 @@ class Dead(Struct, tag=True, frozen=True, kw_only=True):
     reason: str
 
 
-FromWorker = Ready | Emit | WalkDone | Failed | Stats | Dead
+FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead

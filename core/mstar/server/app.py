@@ -1,4 +1,4 @@
-"""HTTP to wire types and back: routes, body limits, error shapes, disconnects.
+"""HTTP to wire types and back: routes, body limits, error shapes, disconnects. What stands before them is in `guard`.
 
 Runs on the server's event loop. A client that goes away cancels its request wherever it is; an error is OpenAI-shaped
 on every route, and in the middle of a stream it ends the connection abnormally. Knows the engine by its API only.
@@ -8,87 +8,163 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import unquote_plus
 
 import msgspec
+import torch
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+import mstar
 from mstar.errors import RequestError
 from mstar.server import openai
 from mstar.server.engine import Engine, RequestHandle
+from mstar.server.guard import Guard, Origins, Reported, StreamBroken, error_response
 from mstar.server.native import GenerateRequest, check_model, convert, parse_json
-from mstar.server.results import JSON, NDJSON, SAFETENSORS, Form, NativeForm, Outputs, error_fields
+from mstar.server.results import JSON, NDJSON, SAFETENSORS, Form, NativeForm, Outputs
+from mstar.server.schema import openapi_document
 from mstar.types import Chunk, ImageChunk, TensorChunk
 
 Answer = TypeVar("Answer")
 
-
-class StreamBroken(Exception):
-    """A stream failed after its status was sent; the server drops the connection without ending the body."""
+_LARGE_BYTES = 1 << 16  # bodies from here on are read in a thread
 
 
-def create_app(engine: Engine, *, root: str, max_body_bytes: int) -> Starlette:
+def create_app(
+    engine: Engine,
+    *,
+    root: str,
+    max_body_bytes: int,
+    client_timeout_s: float = 120.0,
+    voices: Sequence[str] | None = None,
+    plugin_version: str | None = None,
+    api_keys: Collection[str] = (),
+    allowed_origins: Collection[str] = (),
+    enable_metrics: bool = True,
+) -> Starlette:
     """The HTTP application of one model, whose engine has started.
 
     Args:
         root: the checkpoint, as the operator named it.
         max_body_bytes: larger bodies are refused with 413.
+        client_timeout_s: bodies that take longer to arrive are refused with 408.
+        voices: what `/v1/audio/voices` lists; None: the model has no such route.
+        plugin_version: what `/version` says beside the plugin's name.
+        api_keys: any of them opens all routes; none: there is no lock.
+        allowed_origins: whose pages may call; none: no CORS.
     """
-    surface = Surface(engine, root=root, max_body_bytes=max_body_bytes)
-    kinds = (RequestError, HTTPException, ClientDisconnect, Exception)
+    surface = Surface(
+        engine, root=root, max_body_bytes=max_body_bytes, client_timeout_s=client_timeout_s, voices=voices,
+        plugin_version=plugin_version, has_keys=bool(api_keys), enable_metrics=enable_metrics,
+    )  # fmt: skip
+    layers = [Middleware(Reported, report=engine.metrics.record_response)]
+    if allowed_origins:
+        layers.append(Middleware(Origins, allowed=allowed_origins))
+    layers.append(Middleware(Guard, keys=api_keys, refuse=surface.refusal))
+    kinds = (RequestError, HTTPException, ClientDisconnect)
     app = Starlette(
-        routes=surface.routes,
-        middleware=[Middleware(RequestIds)],
-        exception_handlers=dict.fromkeys(kinds, surface.refuse),
+        routes=surface.routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, surface.handle_error)
     )
     app.router.redirect_slashes = False
     return app
 
 
-class Surface:
-    """The handlers of all routes."""
+class ExactRoute(Route):
+    """A route that refuses what it would not read: query parameters, and a body where it takes none."""
 
-    def __init__(self, engine: Engine, *, root: str, max_body_bytes: int) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose path has matched."""
+        scope["mstar.route"] = self.path
+        if scope["method"] in (self.methods or ()):
+            if scope["query_string"]:
+                name = unquote_plus(re.split("[&=]", scope["query_string"].decode("latin-1"))[0])[:60] or None
+                message = f"{self.path} takes no query parameters; leave everything from '?' on out"
+                raise RequestError(message, param=name, code="unknown_parameter")
+            headers = Headers(scope=scope)
+            has_body = headers.get("content-length", "0").strip("0") or "transfer-encoding" in headers
+            if has_body and scope["method"] != "POST":
+                raise RequestError(f"{scope['method']} {self.path} takes no body; leave it out", param="Content-Length")
+        await super().handle(scope, receive, send)
+
+
+class Surface:
+    """The handlers of all routes. Arguments are those of `create_app`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        root: str,
+        max_body_bytes: int,
+        client_timeout_s: float,
+        voices: Sequence[str] | None,
+        plugin_version: str | None,
+        has_keys: bool,
+        enable_metrics: bool,
+    ) -> None:
         self._engine = engine
         self._max_body_bytes = max_body_bytes
-        self._models = openai.list_models(
+        self._client_timeout_s = client_timeout_s
+        self._voices = voices
+        plugin = {"name": engine.spec.name, "version": plugin_version}
+        versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+        self._version = {"version": mstar.__version__, "plugin": plugin} | versions
+        limits = engine.state.limits
+        models = openai.list_models(
             engine.spec, names=engine.model_names, root=root, created=int(time.time()),
             max_model_len=engine.state.max_model_len,
         )  # fmt: skip
+        more = {
+            "max_model_len": engine.state.max_model_len, "max_body_bytes": max_body_bytes,
+            "max_num_seqs": limits.max_running, "max_queue": limits.max_queue, "request_timeout_s": limits.timeout_s,
+        }  # fmt: skip
+        self._models = [model | {"limits": more} for model in models]
         self.routes = [
-            Route("/v1/generate", self.generate, methods=["POST"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/v1/sessions/{name:path}", self.close_session, methods=["DELETE"]),
-            Route("/health", self.health, methods=["GET"]),
+            ExactRoute("/v1/generate", self.generate, methods=["POST"]),
+            ExactRoute("/v1/models", self.models, methods=["GET"]),
+            ExactRoute("/v1/models/{name:path}", self.model, methods=["GET"]),
+            ExactRoute("/v1/sessions/{name:path}", self.close_session, methods=["DELETE"]),
+            ExactRoute("/health", self.health, methods=["GET"]),
+            ExactRoute("/ready", self.ready, methods=["GET"]),
+            ExactRoute("/version", self.version, methods=["GET"]),
+            ExactRoute("/openapi.json", self.openapi, methods=["GET"]),
         ]
         if openai.SPEECH in engine.spec.endpoints:
-            self.routes.insert(1, Route(openai.SPEECH, self.speech, methods=["POST"]))
+            self.routes.insert(1, ExactRoute("/v1/audio/speech", self.speech, methods=["POST"]))
+        if voices is not None:
+            self.routes.insert(2, ExactRoute("/v1/audio/voices", self.voices, methods=["GET"]))
+        if enable_metrics:
+            self.routes.append(ExactRoute("/metrics", self.metrics, methods=["GET"]))
+        self._openapi = openapi_document(
+            engine.spec, names=engine.model_names, voices=voices, has_keys=has_keys,
+            paths=[route.path for route in self.routes],
+        )  # fmt: skip
 
     # -- generation ------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Any:
         """POST /v1/generate."""
-        wire = convert(await self._json(request), GenerateRequest)
+        wire = await self._read(request, lambda body: convert(body, GenerateRequest))
         whole = SAFETENSORS if SAFETENSORS in request.headers.get("accept", "") else JSON
         return await _watched(request.receive, self._answer(wire, NativeForm(NDJSON if wire.stream else whole)))
 
     async def speech(self, request: Request) -> Any:
         """POST /v1/audio/speech."""
-        speech, wire = openai.read_speech(await self._json(request), spec=self._engine.spec)
+        spec = self._engine.spec
+        speech, wire = await self._read(request, lambda body: openai.read_speech(body, spec=spec))
         try:
-            return await _watched(request.receive, self._answer(wire, openai.SpeechForm(speech.response_format)))
+            return await _watched(request.receive, self._answer(wire, openai.speech_form(speech)))
         except RequestError as error:
             raise openai.speech_error(error) from error
 
@@ -109,18 +185,38 @@ class Surface:
             handle.abort()
             raise
 
-    async def _json(self, request: Request) -> Any:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != JSON:
-            raise RequestError(f"Content-Type is {kind[:60]!r}; it must be {JSON}", status=415)
+    async def _read(self, request: Request, read: Callable[[Any], Answer]) -> Answer:
+        """What `read` makes of the body's JSON. Large bodies do not keep the event loop."""
+        body = await self._body(request)
+        if len(body) < _LARGE_BYTES:
+            return read(parse_json(body))
+        return await asyncio.to_thread(lambda: read(parse_json(body)))
+
+    async def _body(self, request: Request) -> bytes:
+        kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
+        if kind.strip() != JSON or charset.strip() not in ("", "charset=utf-8", 'charset="utf-8"'):
+            message = f"Content-Type is {request.headers.get('content-type', '')[:60]!r}; it must be {JSON}, in UTF-8"
+            raise RequestError(message, status=415, param="Content-Type")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            message = f"Content-Encoding is {encoding[:60]!r}; send the body as it is"
+            raise RequestError(message, status=415, param="Content-Encoding")
         body = bytearray()
-        async for block in request.stream():
-            body += block
-            if len(body) > self._max_body_bytes:
-                message = f"the body has more than {self._max_body_bytes} bytes, which is the limit; "
-                message += "send less, or raise --max-body-bytes"
-                raise RequestError(message, status=413, code="body_too_large")
-        return parse_json(bytes(body))
+        self._check_size(int(request.headers.get("content-length", 0)))
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
+                async for block in request.stream():
+                    body += block
+                    self._check_size(len(body))
+        except TimeoutError as error:
+            message = f"the body took longer than {self._client_timeout_s:g} s, and {len(body)} bytes of it came; "
+            message += "send it faster, or raise --client-timeout"
+            raise RequestError(message, status=408, code="body_timeout") from error
+        return bytes(body)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            message = f"the body has more than {self._max_body_bytes} bytes, which is the limit; "
+            raise RequestError(message + "send less, or raise --max-body-bytes", status=413, code="body_too_large")
 
     # -- the rest --------------------------------------------------------------------------------------------
 
@@ -140,13 +236,41 @@ class Surface:
         self._engine.close_session(name)
         return _json_response({"session": name, "deleted": True})
 
-    async def health(self, request: Request) -> Response:
-        """GET /health: 200 only while requests can be answered."""
-        if (reason := self._engine.state.unready) is not None:
-            raise RequestError(reason, status=503, code="unavailable")
-        return _json_response({"status": "ok"})
+    async def voices(self, request: Request) -> Response:
+        """GET /v1/audio/voices."""
+        return _json_response(openai.list_voices(self._voices or ()))
 
-    async def refuse(self, request: Request, error: Exception) -> Response:
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while the model can work, even if new requests are refused."""
+        state = self._engine.state
+        _require(state.unhealthy)
+        return _json_response({"status": "draining" if state.draining else "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while a new request would be taken in."""
+        state, limits = self._engine.state, self._engine.state.limits
+        is_full = state.num_running + state.num_waiting >= limits.max_running + limits.max_queue
+        _require(state.unready or ("the queue is full" if is_full else None))
+        return _json_response({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return _json_response(self._version)
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return _json_response(self._openapi)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        body, kind = self._engine.metrics.render()
+        return Response(body, headers={"Content-Type": kind})
+
+    async def handle_error(self, request: Request, error: Exception) -> Response:
+        """`refusal`, as Starlette calls it."""
+        return self.refusal(request.scope, error)
+
+    def refusal(self, scope: Scope, error: Exception) -> Response:
         """The answer to every error, whatever raised it."""
         headers: dict[str, str] = {}
         if isinstance(error, ClientDisconnect):
@@ -155,13 +279,20 @@ class Surface:
             headers |= error.headers or {}
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
             routes = ", ".join(route_names(self.routes))
-            message = f"{request.method} {problem} {request.url.path[:200]!r}; routes: {routes}"
+            message = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}"
             error = RequestError(message, status=error.status_code)
         elif not isinstance(error, RequestError):
             error = RequestError("internal error; the server's log has more", status=500)
         if error.status in (429, 503):
             headers["Retry-After"] = str(self._engine.state.retry_after_s)
-        return _json_response(error_fields(error), status=error.status, headers=headers)
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return error_response(error, headers=headers)
+
+
+def _require(reason: str | None) -> None:
+    if reason is not None:
+        raise RequestError(reason, status=503, code="unavailable")
 
 
 # ---- streaming --------------------------------------------------------------------------------------------------
@@ -195,13 +326,16 @@ class StreamedResponse(StreamingResponse):
 
 
 async def _bodies(handle: RequestHandle, *, form: Form, first: Chunk | None) -> AsyncIterator[bytes]:
+    async def piece(chunk: Chunk) -> bytes:
+        is_slow = form.runs_in_thread or isinstance(chunk, ImageChunk | TensorChunk)
+        return await asyncio.to_thread(form.piece, chunk) if is_slow else form.piece(chunk)
+
     error: RequestError | None = None
     try:
         if first is not None:
-            yield form.piece(first)
+            yield await piece(first)
         async for chunk in handle:
-            is_large = isinstance(chunk, ImageChunk | TensorChunk)
-            yield await asyncio.to_thread(form.piece, chunk) if is_large else form.piece(chunk)
+            yield await piece(chunk)
     except RequestError as failure:
         error = failure
     yield form.end(handle.request, result=handle.result, error=error)
@@ -232,28 +366,10 @@ async def _gone(receive: Receive) -> None:
 # ---- small parts ------------------------------------------------------------------------------------------------
 
 
-class RequestIds:
-    """Echoes X-Request-Id, or gives every response one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"x-request-id", b"").decode("latin-1")
-        name = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = name
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
 def route_names(routes: Iterable[BaseRoute]) -> list[str]:
     """Routes as "METHOD /path"."""
     return [f"{', '.join(sorted(r.methods - {'HEAD'}))} {r.path}" for r in routes if isinstance(r, Route) and r.methods]
 
 
-def _json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status_code=status, headers=headers, media_type=JSON)
+def _json_response(content: Mapping[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), media_type=JSON)

@@ -27,8 +27,20 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.session import SessionTable
 from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
+from mstar.server.metrics import Metrics, Timeline
 from mstar.server.native import GenerateRequest, read_request
-from mstar.server.requests import Action, End, EngineState, Limits, RunStep, Send, Work, attributed, contained
+from mstar.server.requests import (
+    Action,
+    Deadline,
+    End,
+    EngineState,
+    Limits,
+    RunStep,
+    Send,
+    Work,
+    attributed,
+    contained,
+)
 from mstar.server.results import Result
 from mstar.server.streams import Decoded, Decoding
 from mstar.types import Chunk, Encoded, Request
@@ -37,25 +49,33 @@ logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 4
 _DECODE_THREADS = 2  # the second goes on while the first is held up by one slow request
-_TICK_S = 0.5
+_TICK_S = 0.05
 
 
 class RequestHandle:
     """A request that has been taken in: `async for chunk in handle`, then `handle.result`.
 
-    Iterating raises the RequestError the request failed with, after the chunks that came before it.
+    Iterating raises the RequestError the request failed with, after the chunks that came before it. What is not read
+    yet is kept here; the worker holds nothing for it.
     """
 
-    def __init__(self, request_id: str, *, abort: Callable[[RequestHandle], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        timeline: Timeline,
+        deadline: Deadline | None,
+        abort: Callable[[RequestHandle], None],
+    ) -> None:
         self.id = request_id
+        self.timeline = timeline
+        self.deadline = deadline
         self.result: Result | None = None
         self.error: RequestError | None = None
         self._abort = abort
         self._chunks: deque[Chunk] = deque()
         self._changed = asyncio.Event()
         # Filled by the engine.
-        self.submitted = time.monotonic()
-        self.first_output: float | None = None
         self.encoding: asyncio.Task[None] | None = None
         self._request: Request | None = None  # once it is encoded, as is `decoding`
         self.decoding: Decoding | None = None
@@ -134,10 +154,11 @@ class Engine:
         self.model_names = config.served_model_name or tuple(dict.fromkeys((*config.model_names, spec.name)))
         limits = Limits(
             max_running=config.max_num_seqs, max_queue=config.max_queue, page_tokens=config.block_size,
-            timeout_s=config.request_timeout_s,
+            timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,
         )  # fmt: skip
         sessions = SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
         self.state = EngineState(graph=graph, limits=limits, sessions=sessions)
+        self.metrics = Metrics(self.state, spec=spec, model=self.model_names[0])
         self._make_processor = make_processor
         self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end
@@ -205,9 +226,16 @@ class Engine:
             self._apply(self.state.receive(message, now=time.monotonic()))
 
     async def _tick(self) -> None:
+        """Deadlines and sessions; and, since it wakes so often anyway, how late the event loop is."""
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(_TICK_S)
-            self._apply(self.state.tick(now=time.monotonic()))
+            now = time.monotonic()
+            self.metrics.record_lag(now - asleep - _TICK_S)
+            self._apply(self.state.tick(now=now))
+            for handle in list(self._handles.values()):  # those left past their deadline are over on the worker
+                if handle.deadline is not None and now >= handle.deadline.at:
+                    self._fail(handle, handle.deadline.error("being decoded"))
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -218,9 +246,16 @@ class Engine:
 
     async def submit(self, wire: GenerateRequest) -> RequestHandle:
         """Take a request in and encode it. Raises RequestError if it is refused; cancelling aborts it."""
-        handle = RequestHandle(f"gen-{uuid.uuid4().hex}", abort=self._abort)
-        self._apply(self.state.submit(handle.id, session=wire.session, now=handle.submitted))
-        self._handles[handle.id] = handle
+        now, name = time.monotonic(), f"gen-{uuid.uuid4().hex}"
+        task = wire.task if wire.task is not None and wire.task in self.spec.tasks else "unknown"
+        timeline = Timeline(task=task, is_stream=wire.stream, submitted=now)
+        deadline = self.state.limits.deadline(wire.timeout_s, now=now)
+        try:
+            self._apply(self.state.submit(name, session=wire.session, deadline=deadline, now=now))
+        except RequestError as error:
+            self.metrics.record_end(timeline, now=now, error=error)
+            raise
+        handle = self._handles[name] = RequestHandle(name, timeline=timeline, deadline=deadline, abort=self._abort)
         handle.encoding = self._spawn(self._take_in(handle, wire))
         try:
             await handle.encoded()
@@ -240,6 +275,7 @@ class Engine:
             request, encoded, decoding = await _in_thread(
                 self._encode_pool, self._encode, wire, request_id=handle.id, seed=seed, resumed=resumed
             )
+            handle.timeline.task = request.task
             self._apply(self.state.encoded(request, encoded, now=time.monotonic()))
             if not handle.is_over:
                 handle.accept(request, decoding)
@@ -290,7 +326,7 @@ class Engine:
     def _deliver(self, handle: RequestHandle, decoded: Decoded) -> None:
         now = time.monotonic()
         if decoded.chunks:
-            handle.first_output = handle.first_output or now
+            self.metrics.record_chunks(handle.timeline, decoded.chunks, now=now)
             handle.put(decoded.chunks)
         for path in decoded.stops:
             self._apply(self.state.stop(handle.id, path=path))
@@ -299,8 +335,8 @@ class Engine:
         if decoded.error is not None:
             self._fail(handle, decoded.error)
         elif decoded.result is not None:
-            times = {"first_output_s": handle.first_output or now, "total_s": now}
-            decoded.result.timings |= {name: round(at - handle.submitted, 6) for name, at in times.items()}
+            times = {"first_output_s": handle.timeline.first_output or now, "total_s": now}
+            decoded.result.timings |= {name: round(at - handle.timeline.submitted, 6) for name, at in times.items()}
             self._forget(handle, result=decoded.result)
 
     # -- what the state decided, and the end ------------------------------------------------------------------
@@ -309,6 +345,9 @@ class Engine:
         for action in actions:
             if isinstance(action, Send):
                 self._end.send(action.message)
+                if isinstance(action.message, messages.Open):
+                    queued_s = time.monotonic() - action.message.arrival
+                    self.metrics.record_start(action.message.task, queued_s=queued_s)
             elif (handle := self._handles.get(action.request_id)) is None:
                 continue
             elif isinstance(action, End) and action.error is not None:
@@ -335,6 +374,7 @@ class Engine:
         del self._handles[handle.id]
         if handle.encoding is not None:
             handle.encoding.cancel()
+        self.metrics.record_end(handle.timeline, now=time.monotonic(), result=result, error=error)
 
 
 async def _in_thread(pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -7,8 +7,10 @@ media. Knows nothing about HTTP, queues or workers.
 from __future__ import annotations
 
 import binascii
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -26,6 +28,14 @@ from mstar.plugin.spec import ModelSpec, Task
 from mstar.types import AudioPart, Message, Part, Request, TensorPart, TextPart, TokensPart
 
 MAX_SEED = 2**63 - 1
+MAX_TIMEOUT_S = 86400
+MAX_TEXT = 1 << 20
+"""Most characters of one text, and most token ids; what the model takes may be less."""
+MAX_PARTS = 1024
+"""Most inputs, messages, or parts of a message."""
+_MOST_DIGITS = 4000  # of a whole number
+_MOST_VALUES = 1 << 21  # of a whole body, by its commas
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -44,11 +54,11 @@ class TensorValue(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextInput(Struct, tag="text", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    text: str
+    text: Text
 
 
 class TokensInput(Struct, tag="token_ids", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+    ids: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_TEXT)]
 
 
 class AudioInput(Struct, tag="audio", tag_field="type", kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +76,7 @@ _KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[Input]
+    content: Text | Annotated[list[Input], Meta(max_length=MAX_PARTS)]
 
     @property
     def parts(self) -> list[Input]:
@@ -78,13 +88,14 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     task: str | None = None
-    inputs: list[Input] | None = None
-    messages: list[ChatMessage] | None = None
-    outputs: list[str] | None = None
+    inputs: Annotated[list[Input], Meta(max_length=MAX_PARTS)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_PARTS)] | None = None
+    outputs: Annotated[list[str], Meta(max_length=MAX_PARTS)] | None = None
     params: dict[str, Any] = {}
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stream: bool = False
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
 
 # ---- validation -------------------------------------------------------------------------------------------------
@@ -93,11 +104,38 @@ _Wire = TypeVar("_Wire")
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON as built-in types. Raises RequestError for what is not JSON."""
+    """JSON as built-in types. Raises RequestError for what is not JSON, gives a key twice, or takes very long."""
+    if (number := body.count(b",")) > _MOST_VALUES:
+        message = f"the body has {number} commas; at most {_MOST_VALUES} are read; send less at once"
+        raise RequestError(message, status=413, code="body_too_large")
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _JSON.decode(body.decode())
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: byte {error.start} is not UTF-8") from error
+    except RecursionError as error:
+        raise RequestError("the body is not valid JSON, or is nested too deeply to be read") from error
+    except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+        raise RequestError(f"the key {_short(twice)} is given twice; leave one out", param=twice[:60])
+    return found
+
+
+def _number(text: str) -> float:
+    if len(text) <= _MOST_DIGITS and text.lstrip("-").isdigit():
+        return int(text)
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is no number that can be held")
+    return number
+
+
+# Numbers are read by a function of ours, since Python's own would hold up all other threads to the end of the body.
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
 def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[str] = ()) -> _Wire:

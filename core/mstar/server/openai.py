@@ -1,25 +1,24 @@
-"""OpenAI's wire shapes, mapped to and from native requests: speech, the list of models.
+"""OpenAI's wire shapes, mapped to and from native requests: speech, the lists of voices and models.
 
 Runs in the server process. Knows nothing about sockets or the engine's insides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from mstar.errors import RequestError
-from mstar.media import audio
+from mstar.media.encode import FORMATS, AudioEncoder, check_format, open_encoder
 from mstar.plugin.spec import ModelSpec
-from mstar.server.native import MAX_SEED, GenerateRequest, TextInput, convert, field_names
-from mstar.server.results import Form, Outputs, Result, encode_media
+from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput, convert, field_names
+from mstar.server.results import Form, Outputs, Result, error_fields
 from mstar.types import AudioChunk, Chunk, Request
 
 SPEECH = "/v1/audio/speech"
-AUDIO_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm"}
-"""`response_format` -> Content-Type; pcm is mono signed 16-bit little-endian at the rate in X-Sample-Rate."""
 
 
 def list_models(
@@ -37,50 +36,74 @@ def list_models(
     ]  # fmt: skip
 
 
+def list_voices(names: Sequence[str]) -> dict[str, Any]:
+    """The answer of `/v1/audio/voices`, in the two shapes that clients read; the first voice is the default."""
+    voices = [{"id": name, "object": "voice", "name": name} for name in names]
+    return {"object": "list", "data": voices, "voices": list(names), "default": names[0] if names else None}
+
+
 # ---- speech -----------------------------------------------------------------------------------------------------
 
 
 class SpeechRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/audio/speech`; parameters of the model's speech task may stand beside these.
 
-    Unlike OpenAI's, `response_format` is wav by default, and `model` and `voice` may be left out.
+    Unlike OpenAI's, `response_format` is wav by default, and `model` and `voice` may be left out. `seed`, `stream` and
+    `timeout_s` are ours.
     """
 
-    input: str
+    input: Text
     model: str | None = None
     voice: str | None = None
-    response_format: Literal["wav", "pcm"] = "wav"
+    response_format: Literal["wav", "pcm", "mp3", "flac", "opus", "aac"] = "wav"
     speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
-    stream: bool = False
-    stream_format: Literal["audio"] | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    stream: bool | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     @property
     def is_streamed(self) -> bool:
-        return self.stream or self.stream_format is not None
+        return bool(self.stream) or self.stream_format is not None
+
+
+def speech_task(spec: ModelSpec) -> str:
+    """The task that speech requests stand for."""
+    return next(name for name, task in spec.tasks.items() if "audio" in task.outputs and "text" in task.inputs)
+
+
+def extensions(spec: ModelSpec) -> list[str]:
+    """Parameters of the speech task that may stand beside a speech request's own fields."""
+    native = field_names(spec.tasks[speech_task(spec)].params)
+    return [name for name in native if name not in (*field_names(SpeechRequest), "n")]
 
 
 def read_speech(body: Any, *, spec: ModelSpec) -> tuple[SpeechRequest, GenerateRequest]:
     """A speech request and the native request it stands for. Raises RequestError 400."""
     if not isinstance(body, Mapping):
         raise RequestError("the body must be a JSON object")
-    task = next(name for name, task in spec.tasks.items() if "audio" in task.outputs and "text" in task.inputs)
-    names, native = field_names(SpeechRequest), field_names(spec.tasks[task].params)
-    extensions = [name for name in native if name not in (*names, "n")]
-    params = {name: value for name, value in body.items() if name in extensions}
-    fields = {name: value for name, value in body.items() if name not in extensions}
-    speech = convert(fields, SpeechRequest, more=extensions)
+    task, known = speech_task(spec), extensions(spec)
+    params = {name: value for name, value in body.items() if name in known}
+    fields = {name: value for name, value in body.items() if name not in known}
+    if fields.pop("instructions", None) is not None:
+        message = "this model takes no instructions; leave the field out, and choose a voice instead"
+        raise RequestError(message, param="instructions", code="unsupported_parameter")
+    speech = convert(fields, SpeechRequest, more=known)
     if "voice" in body:
         params["voice"] = speech.voice
-    if "speed" in native:
+    if "speed" in field_names(spec.tasks[task].params):
         params["speed"] = speech.speed
     elif speech.speed != 1.0:
         raise RequestError(f"speed is {speech.speed:g}; this model supports 1.0 only", param="speed")
     if not speech.input.strip():
         raise RequestError("input is blank; give at least one character that can be spoken", param="input")
+    if speech.stream is False and speech.stream_format is not None:
+        message = f"stream is false, but stream_format is {speech.stream_format!r}; leave one of them out"
+        raise RequestError(message, param="stream")
+    check_format(speech.response_format, is_streamed=speech.is_streamed, param="response_format")
     return speech, GenerateRequest(
         model=speech.model, task=task, inputs=[TextInput(text=speech.input)], outputs=["audio"], params=params,
-        seed=speech.seed, stream=speech.is_streamed,
+        seed=speech.seed, stream=speech.is_streamed, timeout_s=speech.timeout_s,
     )  # fmt: skip
 
 
@@ -92,13 +115,19 @@ def speech_error(error: RequestError) -> RequestError:
     return RequestError(error.message.replace("params.", ""), status=error.status, param=param, code=error.code)
 
 
+def speech_form(speech: SpeechRequest) -> SpeechForm:
+    """How a speech request is answered."""
+    return (SpeechEvents if speech.stream_format == "sse" else SpeechForm)(speech.response_format)
+
+
 class SpeechForm(Form):
-    """Audio as a file, or as a stream of bytes with one header at most."""
+    """Audio as one file: whole, or in pieces as they come."""
 
     def __init__(self, response_format: str) -> None:
-        self.media_type = AUDIO_TYPES[response_format]
-        self._is_pcm = response_format == "pcm"
-        self._needs_header = not self._is_pcm
+        self.media_type = FORMATS[response_format].media_type
+        self.runs_in_thread = FORMATS[response_format].codec is not None
+        self._response_format = response_format
+        self._encoder: AudioEncoder | None = None
 
     def begins(self, chunk: Chunk) -> bool:
         return isinstance(chunk, AudioChunk) and len(chunk.samples) > 0
@@ -111,17 +140,57 @@ class SpeechForm(Form):
                 raise RequestError(message, param="max_tokens", code="no_audio")
             message = "the model ended without any audio; try another seed or a longer input"
             raise RequestError(message, status=500, code="no_audio")
-        return {"X-Sample-Rate": str(first.sample_rate), "X-Seed": str(request.seed)}
+        return {"X-Sample-Rate": str(self._file(first).sample_rate), "X-Seed": str(request.seed)}
 
     def piece(self, chunk: Chunk) -> bytes:
-        if not isinstance(chunk, AudioChunk):
-            return b""
-        header = audio.wav_header(sample_rate=chunk.sample_rate, data_bytes=None) if self._needs_header else b""
-        self._needs_header = False
-        return header + audio.encode_pcm(chunk.samples)
+        return self._file(chunk).feed(chunk.samples) if isinstance(chunk, AudioChunk) else b""
+
+    def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
+        return b"" if error is not None or self._encoder is None else self._encoder.finish()
 
     def whole(self, outputs: Outputs, result: Result) -> tuple[bytes, dict[str, str]]:
         speech = next(filter(self.begins, outputs.joined()), None)
+        if isinstance(speech, AudioChunk):
+            self._file(speech, num_samples=len(speech.samples))
         headers = self.headers(outputs.request, first=speech, result=result) | {"X-Finish-Reason": result.finish_reason}
-        assert isinstance(speech, AudioChunk)
-        return encode_media(speech, is_piece=self._is_pcm)[1], headers
+        assert speech is not None
+        return self.piece(speech) + self.end(outputs.request, result=result, error=None), headers
+
+    def _file(self, chunk: AudioChunk, *, num_samples: int | None = None) -> AudioEncoder:
+        if self._encoder is None:
+            self._encoder = open_encoder(self._response_format, sample_rate=chunk.sample_rate, num_samples=num_samples)
+        return self._encoder
+
+
+class SpeechEvents(SpeechForm):
+    """The same file as server-sent events that each hold a piece of it in base64; the last one tells how it went."""
+
+    def __init__(self, response_format: str) -> None:
+        super().__init__(response_format)
+        self.media_type = "text/event-stream"
+
+    def headers(self, request: Request, *, first: Chunk | None, result: Result | None) -> dict[str, str]:
+        return super().headers(request, first=first, result=result) | {"Cache-Control": "no-cache"}
+
+    def piece(self, chunk: Chunk) -> bytes:
+        return _delta(super().piece(chunk))
+
+    def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
+        if error is not None:
+            return _server_sent(error_fields(error))
+        assert result is not None
+        taken, given = result.usage["prompt_tokens"], result.usage["completion_tokens"]
+        usage = {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}
+        done = {"usage": usage, "finish_reason": result.finish_reason, "seed": result.seed}
+        return _delta(super().end(request, result=result, error=error)) + _server_sent(
+            {"type": "speech.audio.done", **done}
+        )
+
+
+def _delta(data: bytes) -> bytes:
+    """An event with more of the file; JSON gives bytes in base64."""
+    return _server_sent({"type": "speech.audio.delta", "audio": data}) if data else b""
+
+
+def _server_sent(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(fields) + b"\n\n"

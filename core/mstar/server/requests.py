@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,25 @@ Work = messages.Emit | RunStep | End
 """What a request's decoding does, in order: pass on a value for the client, run a step, or finish."""
 Action = Send | Work
 
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request is ended, if it is not over then.
+
+    Args:
+        remedy: what a client, or the operator, can do about it.
+    """
+
+    at: float
+    timeout_s: float
+    remedy: str
+
+    def error(self, phase: str) -> RequestError:
+        """What a request in this phase is ended with."""
+        message = f"the request was {phase} when its {self.timeout_s:g} s were over; ask for less, or {self.remedy}"
+        return RequestError(message, status=504, code="deadline_exceeded")
+
+
 # ---- state ------------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +89,7 @@ class Entry:
     """One request that is not over.
 
     Args:
+        deadline: None: it may take as long as it likes.
         session_missing: what to say if the session had to be open.
         opened: when it was sent to the worker.
         request, encoded: set when the request has been encoded.
@@ -79,6 +100,7 @@ class Entry:
 
     request_id: str
     submitted: float
+    deadline: Deadline | None = None
     session: str | None = None
     resumed: bool = False
     session_missing: RequestError | None = None
@@ -111,13 +133,27 @@ class Limits:
         max_running: requests open on the worker.
         max_queue: further requests that may wait.
         page_tokens: tokens in a page of a KV pool.
-        timeout_s: life of a request; None: no limit.
+        timeout_s: most that a request may live; None: no limit.
+        stall_timeout_s: how long one step of the worker may take until it counts as stuck.
     """
 
     max_running: int
     max_queue: int
     page_tokens: int = 1
     timeout_s: float | None = None
+    stall_timeout_s: float = math.inf
+
+    def deadline(self, timeout_s: float | None, *, now: float) -> Deadline | None:
+        """When a request ends that comes now and gives itself `timeout_s`."""
+        given = [
+            Deadline(now + seconds, seconds, remedy)
+            for seconds, remedy in (
+                (timeout_s, "give a longer 'timeout_s'"),
+                (self.timeout_s, "raise --request-timeout"),
+            )
+            if seconds is not None
+        ]
+        return min(given, key=lambda deadline: deadline.at, default=None)
 
 
 class EngineState:
@@ -125,7 +161,7 @@ class EngineState:
 
     def __init__(self, *, graph: Graph, limits: Limits, sessions: SessionTable) -> None:
         self._graph = graph
-        self._limits = limits
+        self.limits = limits
         self._sessions = sessions
         self._entries: dict[str, Entry] = {}  # in order of arrival
         self._kept: dict[str, dict[str, Any]] = {}  # session -> walk outputs its next request starts with
@@ -134,19 +170,32 @@ class EngineState:
         self.plan: list[tuple[str, int, int, int]] | None = None  # from Ready
         self.max_model_len = 0  # likewise
         self.stats: messages.Stats | None = None
+        self.long_step: messages.Beat | None = None  # the worker's step, if it lasts
+        self.num_stalls = 0
         self.dead: str | None = None
         self.draining = False
 
     # -- what is going on ------------------------------------------------------------------------------------
 
     @property
-    def unready(self) -> str | None:
-        """Why nothing can be served now; None: all is well."""
+    def stuck(self) -> str | None:
+        """Which of the worker's steps takes too long, and for how long already; None: none does."""
+        step = self.long_step
+        if step is None or step.seconds < self.limits.stall_timeout_s:
+            return None
+        return f"{step.step} has been running for {step.seconds:.0f} s"
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why the model cannot answer now: dead, loading or stuck. None: all is well."""
         if self.dead is not None:
             return f"the model's worker has stopped: {self.dead}"
-        if self.plan is None:
-            return "the model is loading"
-        return "the server is shutting down" if self.draining else None
+        return "the model is loading" if self.plan is None else self.stuck
+
+    @property
+    def unready(self) -> str | None:
+        """Why new requests are refused now; None: they are not."""
+        return self.unhealthy or ("the server is shutting down" if self.draining else None)
 
     @property
     def num_running(self) -> int:
@@ -159,21 +208,23 @@ class EngineState:
     @property
     def retry_after_s(self) -> int:
         """When a refused client should try again, by how long requests took."""
-        wait_s = self._mean_s * (self.num_waiting + 1) / self._limits.max_running
+        wait_s = self._mean_s * (self.num_waiting + 1) / self.limits.max_running
         return max(1, min(60, round(wait_s)))
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, *, session: str | None, now: float) -> list[Action]:
+    def submit(
+        self, request_id: str, *, session: str | None, deadline: Deadline | None = None, now: float
+    ) -> list[Action]:
         """Take a request in before it is encoded. Raises RequestError: 503, 429, 409 or 410."""
         if (reason := self.unready) is not None:
             raise RequestError(f"{reason}; try again later", status=503, code="unavailable")
-        most = self._limits.max_running + self._limits.max_queue
+        most = self.limits.max_running + self.limits.max_queue
         if len(self._entries) >= most:
             message = f"{len(self._entries)} requests are running or waiting; the limit is {most}; "
             message += f"try again in {self.retry_after_s} s, or raise --max-queue"
             raise RequestError(message, status=429, code="queue_full")
-        entry = Entry(request_id=request_id, submitted=now, session=session)
+        entry = Entry(request_id=request_id, submitted=now, deadline=deadline, session=session)
         self._enter_session(entry, now=now)
         self._entries[request_id] = entry
         return self._actions(now=now)
@@ -195,6 +246,8 @@ class EngineState:
         """A message from the worker. Messages for requests that are over are ignored."""
         if isinstance(message, messages.Stats):
             self.stats = message
+        elif isinstance(message, messages.Beat):
+            self._beat(message)
         elif isinstance(message, messages.Ready):
             self.plan, self.max_model_len = message.plan, message.max_model_len
         elif isinstance(message, messages.Dead):
@@ -246,12 +299,9 @@ class EngineState:
     def tick(self, *, now: float) -> list[Action]:
         """Deadlines and expired sessions."""
         self._drop_sessions(self._sessions.expire(now=now))
-        timeout_s = self._limits.timeout_s
         for entry in list(self._entries.values()):
-            if timeout_s is not None and now >= entry.submitted + timeout_s:
-                message = f"the request was {entry.phase} when its {timeout_s:g} s were over; "
-                message += "ask for less, or raise --request-timeout"
-                self._end(entry, RequestError(message, status=504, code="deadline_exceeded"), now=now)
+            if entry.deadline is not None and now >= entry.deadline.at:
+                self._end(entry, entry.deadline.error(entry.phase), now=now)
         return self._actions(now=now)
 
     # -- inside: each adds to what is decided ------------------------------------------------------------------
@@ -259,7 +309,7 @@ class EngineState:
     def _actions(self, *, now: float) -> list[Action]:
         """What the event led to, after opening waiting requests that there is room for now."""
         if self.plan is not None and self.dead is None:
-            room = self._limits.max_running - self.num_running
+            room = self.limits.max_running - self.num_running
             for entry in [e for e in self._entries.values() if e.phase == "queued"]:
                 if room > 0:
                     with self._failing_alone(entry, now=now):
@@ -267,6 +317,15 @@ class EngineState:
                         room -= 1
         decided, self._decided = self._decided, []
         return decided
+
+    def _beat(self, beat: messages.Beat) -> None:
+        was_stuck = self.stuck
+        self.long_step = beat if beat.seconds else None
+        if self.stuck and not was_stuck:
+            self.num_stalls += 1
+            logger.error("%s; new requests are refused until it ends (--stall-timeout)", self.stuck)
+        elif was_stuck and not self.stuck:
+            logger.warning("%s, and is over: requests are taken in again", was_stuck)
 
     def _send(self, message: ToWorker) -> None:
         self._decided.append(Send(message))
@@ -276,7 +335,7 @@ class EngineState:
         return attributed(doing, fail=lambda error: self._end(entry, error, now=now))
 
     def _check_memory(self, encoded: Encoded) -> None:
-        page = self._limits.page_tokens
+        page = self.limits.page_tokens
         needed: Counter[str] = Counter()
         known = [module for module, _, _, capacity in self.plan or () if capacity]
         for name, tokens in encoded.kv_tokens.items():

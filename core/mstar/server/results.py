@@ -229,9 +229,14 @@ def _numbered(name: str, index: int) -> str:
 
 
 class Form(ABC):
-    """How a route answers: all at once, or in pieces and an end."""
+    """How a route answers: all at once, or in pieces and an end.
+
+    Args:
+        runs_in_thread: its pieces take milliseconds to make: too long for the event loop.
+    """
 
     media_type: str
+    runs_in_thread: bool = False
 
     def begins(self, chunk: Chunk) -> bool:
         """Whether a stream may begin with this chunk; what fails before has its own status."""

@@ -6,34 +6,26 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import served
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mstar import launch
-from mstar.config import EngineConfig, ServerConfig
 from mstar.media.audio import to_int16
 from mstar.plugin.spec import Checkpoint
-from mstar.server.app import create_app
-from mstar.server.engine import Engine
 from mstar.server.native import GenerateRequest, convert
 from mstar.server.results import Result
 from mstar.types import AudioChunk, Chunk, TensorChunk
-from mstar.worker.worker import Worker
 from mstar_plugin_orpheus import config, tiny
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "orpheus"
-WAIT_S = 100.0
 
 
 @dataclass(frozen=True)
@@ -106,54 +98,11 @@ class Answer:
         return to_int16(self.samples).astype(np.int32)
 
 
-class Served:
-    """One engine and its worker, as `mstar run` and `mstar serve` start them.
-
-    The engine's event loop runs in a thread of its own, so that tests are plain code.
-    """
+class Served(served.Served):
+    """One engine for a checkpoint of this model, and its worker."""
 
     def __init__(self, model: Path, settings: dict[str, Any]) -> None:
-        torch.set_num_threads(1)  # several workers share the machine's cores
-        self.config = EngineConfig(plugin="orpheus", model=str(model), **settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._stack = contextlib.AsyncExitStack()
-        self.engine: Engine
-        self.worker: Worker
-        try:
-            self.run(self._start())
-        except BaseException:
-            self._stop_loop()
-            raise
-
-    async def _start(self) -> None:
-        workers: list[Worker] = []
-
-        class Kept(Worker):
-            def load(self) -> None:
-                workers.append(self)
-                super().load()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "Worker", Kept)
-            self.engine = await self._stack.enter_async_context(launch.started_engine(self.config))
-        (self.worker,) = workers
-
-    def close(self) -> None:
-        try:
-            self.run(self._stack.aclose())
-        finally:
-            self._stop_loop()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-        self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, Any], *, timeout_s: float = WAIT_S) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        super().__init__(plugin="orpheus", model=str(model), **settings)
 
     @property
     def processor(self) -> Any:
@@ -201,53 +150,6 @@ class Served:
 
         answers: list[Any] = self.run(gather())
         return answers
-
-    # ---- HTTP -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def http(self) -> Iterator[str]:
-        """Serve over HTTP on a free port of this machine; gives the address."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            app = create_app(self.engine, root=self.config.model, max_body_bytes=2**20)
-            server = launch.Server(app, self.engine, config=ServerConfig(log_level="warning", drain_timeout_s=5))
-            serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), self._loop)
-            wait_until(lambda: server.started or serving.done())
-            try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                serving.result(20)
-
-    # ---- afterwards -------------------------------------------------------------------------------------
-
-    @property
-    def is_idle(self) -> bool:
-        """No request on either side, and by the worker's own statistics no page and no slot in use."""
-        stats = self.engine.state.stats
-        return (
-            self.engine.num_active == 0
-            and self.engine.state.num_running == 0
-            and stats is not None
-            and (stats.running, stats.waiting, stats.slots_used, stats.swapped) == (0, 0, 0, 0)
-            and all(used == 0 for used, _ in stats.pools.values())
-        )
-
-    def assert_clean(self) -> None:
-        """Nothing is left of any request: pages, slot rows, swapped pages, queues."""
-        wait_until(lambda: self.is_idle or self.engine.state.dead is not None, what=lambda: self.engine.state.stats)
-        assert self.engine.state.dead is None
-        # The worker only waits for messages now, and there is nobody to send it one.
-        self.worker.check_integrity()
-        assert not list(self.worker.router.holdings.tenants())
-        assert self.worker.modules.swap_space.used_bytes == 0
-
-
-def wait_until(is_true: Callable[[], bool], *, timeout_s: float = 20.0, what: Callable[[], Any] = str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"still waiting after {timeout_s} s: {what()}"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="session")

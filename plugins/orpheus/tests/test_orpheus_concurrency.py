@@ -128,6 +128,19 @@ def test_requests_among_others_are_spoken_as_alone(
         assert np.abs(answer.pcm - right.pcm).max(initial=0) <= 2, number
 
 
+def test_flat_sampling_draws_among_others_what_it_draws_alone(serving: Any, tiny_folder: Path, speech: Any) -> None:
+    """All candidates in play: a draw lies near the border of two where float32 could tell them apart only by luck."""
+    flat = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 28}
+    requests = [speech(f"{number} {WORDS[number]}", seed=number, **flat) for number in range(8)]
+    with serving(tiny_folder, max_model_len=MAX_MODEL_LEN) as served:
+        alone = [served.ask(request) for request in requests]
+        together = served.ask_all(requests)
+        served.assert_clean()
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+    assert len({tuple(answer.ids) for answer in alone}) == len(requests)
+    assert all(len(answer.ids) > 0 for answer in alone)
+
+
 @pytest.fixture(scope="module")
 def invariant_alone(
     serving: Any, tiny_folder: Path, requests: list[dict[str, Any]], aborts: list[int | None]

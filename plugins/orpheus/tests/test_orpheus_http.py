@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import pytest
@@ -119,6 +120,78 @@ def test_streamed_speech_comes_in_pieces(client: httpx.Client) -> None:
     assert all(len(piece) % 2 == 0 for piece in pieces)
 
 
+FORMATS = {
+    "wav": ("audio/wav", b"RIFF"), "pcm": ("audio/pcm", b""), "mp3": ("audio/mpeg", b"ID3"),
+    "flac": ("audio/flac", b"fLaC"), "opus": ("audio/ogg", b"OggS"), "aac": ("audio/aac", b"\xff\xf1"),
+}  # fmt: skip
+LATE = 2048
+"""Samples that a codec may add before the first and after the last."""
+
+
+def heard(data: bytes) -> np.ndarray:
+    """An audio file at 24 kHz, as float32."""
+    with av.open(io.BytesIO(data)) as file:
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=24000)
+        return np.concatenate([b.to_ndarray()[0] for f in [*file.decode(audio=0), None] for b in resampler.resample(f)])
+
+
+def loudness(samples: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(samples.astype(np.float64) ** 2)))
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == "" and all(block.startswith("data: ") for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_its_type_and_holds_the_speech(client: httpx.Client, name: str) -> None:
+    right = heard(speak(client).content)
+    response = speak(client, response_format=name)
+    assert response.headers["content-type"] == FORMATS[name][0] and response.headers["x-finish-reason"] == "length"
+    assert response.content.startswith(FORMATS[name][1])
+    found = np.frombuffer(response.content, "<i2") / 32767 if name == "pcm" else heard(response.content)
+    assert len(right) <= len(found) <= len(right) + LATE
+    assert loudness(found) == pytest.approx(loudness(right), rel=0.2)
+    assert speak(client, response_format=name).content == response.content
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "flac"])
+def test_a_stream_is_one_file_as_bytes_and_as_events(client: httpx.Client, name: str) -> None:
+    right = heard(speak(client).content)
+    streamed = speak(client, response_format=name, stream=True)
+    assert streamed.headers["content-type"] == FORMATS[name][0]
+    assert streamed.content.startswith(FORMATS[name][1]) and streamed.content.count(b"RIFF") == (name == "wav")
+    found = np.frombuffer(streamed.content, "<i2") / 32767 if name == "pcm" else heard(streamed.content)
+    assert len(right) <= len(found) <= len(right) + LATE
+    *deltas, done = events_of(speak(client, response_format=name, stream_format="sse"))
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"} and len(deltas) >= 3
+    assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == streamed.content
+    assert done["type"] == "speech.audio.done" and done["finish_reason"] == "length" and done["seed"] == 5
+    usage = done["usage"]
+    assert usage["output_tokens"] == 45 and usage["total_tokens"] == 45 + usage["input_tokens"]
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5, 1.5, 4.0])
+def test_speed_changes_the_length_streamed_or_whole(client: httpx.Client, speed: float) -> None:
+    usual, spoken = (len(speak(client, response_format="pcm", speed=s).content) // 2 for s in (1.0, speed))
+    assert spoken == round(usual / speed)
+    whole = speak(client, response_format="pcm", speed=speed).content
+    assert speak(client, response_format="pcm", speed=speed, stream=True).content == whole
+
+
+def test_speed_one_changes_no_bit(client: httpx.Client) -> None:
+    assert speak(client, speed=1).content == speak(client).content == speak(client, speed=1.0).content
+
+
+def test_speech_past_its_deadline_is_an_error(client: httpx.Client) -> None:
+    body = {"input": "On and on.", "timeout_s": 0.5, **LONG}
+    response = client.post("/v1/audio/speech", json=body)
+    assert response.status_code == 504 and "timeout_s" in error_of(response)["message"]
+
+
 def test_a_seed_makes_the_same_bytes_and_an_absent_one_is_reported(client: httpx.Client) -> None:
     drawn = speak(client, seed=None)
     again = speak(client, seed=int(drawn.headers["x-seed"]))
@@ -158,14 +231,22 @@ def test_streamed_long_text_is_the_whole_one(
     ("fields", "status", "param", "message"),
     [
         ({"voice": "nobody"}, 400, "voice", "tara, zoe, zac, jess, leo, mia, julia, leah, dan"),
+        ({"voice": ""}, 400, "voice", "tara"),
+        ({"voice": "../../x"}, 400, "voice", "tara"),
+        ({"voice": 3}, 400, "voice", "is 3"),
         ({"input": " \n\t "}, 400, "input", "blank"),
         ({"input": ""}, 400, "input", "blank"),
         ({"input": 7}, 400, "input", "str"),
         ({"inptu": "x"}, 400, "inptu", "known: input, model, voice"),
         ({"model": "gpt-4o-mini-tts"}, 404, "model", "orpheus, speaker"),
-        ({"response_format": "mp3"}, 400, "response_format", "wav, pcm"),
-        ({"stream_format": "sse"}, 400, "stream_format", "audio"),
-        ({"speed": 2.0}, 400, "speed", "1.0"),
+        ({"response_format": "mpeg"}, 400, "response_format", "wav, pcm, mp3, flac, opus, aac"),
+        ({"response_format": "flac", "stream": True}, 400, "response_format", "wav, pcm, mp3, opus, aac"),
+        ({"stream_format": "ndjson"}, 400, "stream_format", "audio, sse"),
+        ({"stream_format": "sse", "stream": False}, 400, "stream", "stream_format"),
+        ({"instructions": "whisper"}, 400, "instructions", "no instructions"),
+        ({"speed": 4.5}, 400, "speed", "<= 4"),
+        ({"speed": 0.2}, 400, "speed", ">= 0.25"),
+        ({"timeout_s": 0}, 400, "timeout_s", "> 0"),
         ({"temperature": -1}, 400, "temperature", ">= 0"),
         ({"max_tokens": 0}, 400, "max_tokens", ">= 1"),
         ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "99999"),
@@ -346,7 +427,8 @@ def test_requests_that_stay_go_on_when_others_leave(client: httpx.Client, served
 
 
 def test_mstar_run_gives_what_the_server_gives(client: httpx.Client, served: Any, tmp_path: Path) -> None:
-    request = native(outputs=["audio", "tensors"], task="speech")
+    params = {"max_tokens": 45, "speed": 1.5}
+    request = native(outputs=["audio", "tensors"], task="speech", params=params)
     (tmp_path / "request.json").write_text(json.dumps(request))
     command = [sys.executable, "-m", "mstar", "run", "--plugin", "orpheus", "--model", served.config.model]
     command += ["--request", str(tmp_path / "request.json"), "--out", str(tmp_path / "out"), "--max-model-len", "1024"]
@@ -360,6 +442,7 @@ def test_mstar_run_gives_what_the_server_gives(client: httpx.Client, served: Any
     assert set(tensors) == set(outputs) == {"audio", "codes"}
     assert tensors["codes"].tobytes() == base64.b64decode(outputs["codes"]["data"])
     audio = np.frombuffer(base64.b64decode(outputs["audio"]["data"]), dtype="<f4")
+    assert len(audio) == 6 * FRAME / 1.5
     assert np.abs(tensors["audio"] - audio).max() <= 2 / 32767
     assert wav_pcm((tmp_path / "out" / "audio.wav").read_bytes()) == pcm_of(tensors["audio"])
     same = ("task", "seed", "finish_reason", "usage", "counters", "prompt_token_ids")

@@ -58,6 +58,12 @@ def test_an_unknown_voice_is_refused_with_the_known_ones(processor: OrpheusProce
     assert (caught.value.status, caught.value.param) == (400, "voice")
 
 
+def test_a_refused_voice_is_not_repeated_at_length(processor: OrpheusProcessor) -> None:
+    with pytest.raises(RequestError, match="unknown voice 'xxx") as caught:
+        processor.encode(speech("Hi.", voice="x" * 10_000))
+    assert len(caught.value.message) < 300
+
+
 def test_text_cannot_spell_control_tokens(golden: Any, processor: OrpheusProcessor) -> None:
     ids = processor.prompt_ids("a <|eot_id|> <custom_token_2> b", voice=None)
     assert max(ids[2:-4]) < golden.answers["special_ids"]["bos"]
@@ -116,18 +122,16 @@ def test_sampling_defaults_are_the_published_ones(processor: OrpheusProcessor) -
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty, sampling.top_k) == (0.6, 0.8, 1.3, 0)
 
 
-def test_client_wins_over_operator_over_checkpoint_over_published(golden: Any) -> None:
+def test_client_wins_over_checkpoint_over_published(golden: Any) -> None:
     generation = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "eos_token_id": 3}
     config = golden.checkpoint.config
     changed = type(config)(
         **{name: getattr(config, name) for name in config.__dataclass_fields__} | {"generation": generation}
     )
     checkpoint = Checkpoint(model="m", folder=golden.checkpoint.folder, parts={}, config=changed)
-    limits = Limits(max_model_len=99, request_defaults={"top_p": 0.4, "voice": "leo"})
-    encoded = OrpheusProcessor(checkpoint, limits).encode(speech("Hi.", top_k=4))
+    encoded = OrpheusProcessor(checkpoint, Limits(max_model_len=99)).encode(speech("Hi.", top_k=4))
     sampling = encoded.samplers["main"]
-    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.repetition_penalty) == (4, 0.4, 0.5, 1.3)
-    assert encoded.prompt_token_ids == OrpheusProcessor(checkpoint, limits).prompt_ids("Hi.", voice="leo")
+    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.repetition_penalty) == (4, 0.5, 0.5, 1.3)
 
 
 def test_temperature_zero_is_kept(processor: OrpheusProcessor) -> None:
@@ -173,11 +177,15 @@ def test_codes_that_are_no_frames_are_refused(processor: OrpheusProcessor, codes
 
 
 def speak(
-    processor: OrpheusProcessor, segments: list[list[np.ndarray]], *, outputs: tuple[str, ...] = ("audio",)
+    processor: OrpheusProcessor,
+    segments: list[list[np.ndarray]],
+    *,
+    outputs: tuple[str, ...] = ("audio",),
+    speed: float = 1.0,
 ) -> list[list[Chunk]]:
     """Chunks per emission of segments that each speak in pieces."""
     parts = [TokensPart([1, 2])] * len(segments)
-    request = speech(*parts, outputs=outputs)
+    request = speech(*parts, outputs=outputs, speed=speed)
     state = processor.start(request, processor.encode(request))
     chunks = []
     for index, pieces in enumerate(segments):
@@ -231,6 +239,41 @@ def test_silent_segments_join_nothing(processor: OrpheusProcessor) -> None:
 
 def test_segments_shorter_than_a_fade_lose_no_sample(processor: OrpheusProcessor) -> None:
     assert len(joined(speak(processor, [loud(5, 3), loud(1), loud(7)]))) == 16
+
+
+def hum(*sizes: int) -> list[np.ndarray]:
+    """One tone, in pieces."""
+    samples = (0.5 * np.cos(2 * np.pi * 220 * np.arange(sum(sizes)) / 24000)).astype(np.float32)
+    return np.split(samples, np.cumsum(sizes)[:-1])
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.8, 2.0, 4.0])
+def test_speed_changes_each_segments_length_and_joins_stay_silent(processor: OrpheusProcessor, speed: float) -> None:
+    segments = [hum(4096, *[2048] * 9), hum(4096), [], hum(4096, 2048)]
+    audio = joined(speak(processor, segments, speed=speed))
+    lengths = [round(sum(map(len, pieces)) / speed) for pieces in segments if pieces]
+    assert len(audio) == sum(lengths)
+    steepest = np.abs(np.diff(np.concatenate(segments[0]))).max()
+    assert np.abs(np.diff(audio)).max() < 1.5 * steepest
+    for join in np.cumsum(lengths)[:-1]:
+        assert abs(audio[join - 1]) < 0.01
+        assert abs(audio[join]) < 0.01
+    quiet = processor.fade_samples
+    assert np.sqrt(np.mean(audio[quiet : lengths[0] - quiet] ** 2)) > 0.3
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.5])
+def test_speed_does_the_same_to_pieces_of_any_size(processor: OrpheusProcessor, speed: float) -> None:
+    whole = joined(speak(processor, [hum(10_000), hum(5000)], speed=speed))
+    pieces = [np.split(hum(10_000)[0], [1, 700, 4000]), np.split(hum(5000)[0], [4999])]
+    assert np.array_equal(joined(speak(processor, pieces, speed=speed)), whole)
+
+
+def test_speed_one_changes_no_bit(processor: OrpheusProcessor) -> None:
+    pieces = np.split(np.random.default_rng(0).standard_normal(8192).astype(np.float32), 4)
+    chunks = speak(processor, [pieces], speed=1.0)
+    assert joined(chunks).tobytes() == np.concatenate(pieces).tobytes()
+    assert [len(cs) for cs in chunks] == [2, 2, 2, 2, 0]
 
 
 def test_audio_is_also_a_tensor(processor: OrpheusProcessor) -> None:
