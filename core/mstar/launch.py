@@ -134,7 +134,8 @@ async def started_engine(
     finally:
         reporting.cancel()
         await engine.close()
-        await asyncio.to_thread(worker.join, _STOP_S)
+        if not engine.is_abandoned:
+            await asyncio.to_thread(worker.join, _STOP_S)
 
 
 def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
@@ -240,6 +241,7 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
     async with started_engine(config, model=model) as engine:
         gc.collect()
         gc.freeze()  # what is loaded stays; a full collection that walked it again would stop every stream meanwhile
+        gc.collect()  # full ones come when the uncollected outgrow what the last one left: without this, too late
         version = model.plugin.version
         app = create_app(engine, root=config.model, config=server_config, voices=model.voices, plugin_version=version)
         for line in (*_plan_lines(engine), "Available routes:", *(f"  {route}" for route in route_names(app.routes))):
@@ -273,7 +275,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and wait for those running; when called again, wait no longer."""
         self._engine.drain()
-        self.force_exit = self.should_exit
+        self.force_exit = self._engine.is_abandoned = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

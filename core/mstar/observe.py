@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _SECRETS = re.compile(
     r"""(?ix)
     ((?:\b|_)(?:authorization|proxy-authorization|api[-_]?key|(?:hf|access|auth)[-_]?token|password|secret)["']?\s*[:=]\s*["']?(?:bearer\s+|basic\s+)?)
-    [^\s"',;}]+
+    (?!\[\])[^\s"',;}]+
     | (--[a-z-]*(?:key|token|password|secret)\s+)\S+
     | (\bbearer\s+)[\w.~+/-]{8,}=*
     | (://[^\s/:@]+:)[^\s/@]+(?=@)

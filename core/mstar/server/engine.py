@@ -147,6 +147,7 @@ class Engine:
         self._decode_pool = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mstar-decode")
         self._to_decode: list[RequestHandle] = []
         self._num_trips = 0
+        self.is_abandoned = False  # whoever stops it does not wait for a step that runs
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ------------------------------------------------------------------------------------------------

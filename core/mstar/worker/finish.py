@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mstar.errors import PluginError, RequestError
+from mstar.observe import redact
 from mstar.plugin.graph import Method, Port
 from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.modules import Module, Modules
@@ -221,6 +222,6 @@ def explain(error: BaseException, where: str = "") -> Exception:
 def described(error: BaseException) -> str:
     """An error's type and text, whatever its own `__str__` does."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return redact(f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001  # a plugin's exception that cannot be printed
         return f"{type(error).__name__}: (its text cannot be had)"
