@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mstar.errors import RequestError
-from mstar.plugin.graph import Call, DynamicLoop, Graph, Loop, Section, Sequential, Walk, When
+from mstar.plugin.graph import Call, DynamicLoop, Each, Graph, Loop, Section, Sequential, Walk, When
 from mstar.plugin.program import Run
 from mstar.plugin.spec import ModelSpec
 from mstar.plugin.states import RequestView
@@ -28,9 +28,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def units(served: Any) -> list[str]:
-    """What runs as one in the walk of frames."""
-    ops = served.worker.router.programs["frames"].ops
+def units(served: Any, walk: str = "frames") -> list[str]:
+    """What runs as one in a walk."""
+    ops = served.worker.router.programs[walk].ops
     return [op.target for op in ops if isinstance(op, Run) and op.unit is not None]
 
 
@@ -106,6 +106,69 @@ BODIES: dict[str, tuple[Section, list[str]]] = {
         ["3 × depth.step"],
     ),
 }  # fmt: skip
+
+
+def with_laps(spec: ModelSpec) -> ModelSpec:
+    """The voice's loop, which begins with a stream's chunk of any length, has an inner loop after it."""
+
+    def changed(config: Any) -> Graph:
+        graph = spec.graph(config)
+        render = Call("voice.render", receives={"frames": "frames"}, emits={"wave": "wave"})
+        body = Sequential(render, Loop(2, Call("pace.lap")))
+        walk = Walk(name="speak", section=DynamicLoop(None, body))
+        return dataclasses.replace(graph, walks=tuple(walk if w.name == "speak" else w for w in graph.walks))
+
+    return dataclasses.replace(spec, graph=changed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_unit_may_begin_with_a_chunk_of_a_stream(
+    fresh: Callable[..., Any], make: Callable[..., Any], overlap: bool
+) -> None:
+    fused, eager = (fresh(change=with_laps, overlap=overlap, enforce_eager=off) for off in (False, True))
+    assert units(fused, "speak") == ["voice.render, 2 × pace.lap"] and not units(eager, "speak")
+    asks = [ask_of(make, seed) for seed in range(4)]
+    asks.append(make("nested", "loud", voice="loud", max_frames=9))
+    alone = [eager.ask(ask).everything() for ask in asks]
+    assert all(answer["samples"] for answer in alone[1:])
+    assert alone[4]["counters"]["pace.lap"] == 2 * alone[4]["counters"]["voice.render"] > 2
+    assert [fused.ask(ask).everything() for ask in asks] == alone
+    assert [answer.everything() for answer in fused.ask_all(asks)] == alone
+    fused.assert_clean()
+    eager.assert_clean()
+
+
+def in_items(spec: ModelSpec) -> ModelSpec:
+    """Two items side by side, each with the frames that follow the prompt read once more, or twice."""
+
+    def changed(config: Any) -> Graph:
+        graph = spec.graph(config)
+        frames = next(walk for walk in graph.walks if walk.name == "frames")
+        read = Loop(2, Call("lm.prefill", outputs={"hidden": "sum"}), collect={"sum": "begin"})
+        out = {"frame": "frames"}
+        last = Call("depth.sum", outputs={"sum": "begin"}, emits=out, sends=out)
+        body = Sequential(Call("lm.frame", inputs={"sum": "begin"}), Call("depth.start"), STEP, last)
+        items = Each(DynamicLoop("max_frames", body, carry=("begin",)), over="begin", fork="main")
+        walk = Walk(name="frames", inputs=frames.inputs, section=Sequential(read, items))
+        return dataclasses.replace(graph, walks=tuple(walk if w is frames else w for w in graph.walks))
+
+    return dataclasses.replace(spec, graph=changed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_items_of_an_each_draw_apart_in_units_too(
+    fresh: Callable[..., Any], make: Callable[..., Any], overlap: bool
+) -> None:
+    fused, eager = (fresh(change=in_items, overlap=overlap, enforce_eager=off) for off in (False, True))
+    assert units(fused) == ["lm.frame, depth.start, 3 × depth.step, depth.sum"]
+    asks = [make("nested", "items", seed=seed, max_frames=4, temperature=1.0, depth_temperature=1.2) for seed in (1, 2)]
+    alone = [eager.ask(ask).everything() for ask in asks]
+    frames = [answer["tensors"]["frames"] for answer in alone]
+    assert all(len(rows) == 8 and rows[:4] != rows[4:] for rows in frames)
+    assert [fused.ask(ask).everything() for ask in asks] == alone
+    assert [answer.everything() for answer in fused.ask_all(asks)] == alone
+    fused.assert_clean()
+    eager.assert_clean()
 
 
 def with_body(body: Section) -> Callable[[ModelSpec], ModelSpec]:

@@ -82,11 +82,12 @@ def graph(plugin: str | None, model: str | None, style: str | None, output: Path
     declared = spec.graph(configuration)
     validate(declared, spec)
     if plans:
-        from mstar.plugin.fuse import fuse_graph
+        from mstar.plugin.fuse import Hooks, fuse_all
+        from mstar.plugin.program import compile_graph
         from mstar.plugin.spec import load_object
 
         nodes = {node.module: load_object(spec.nodes[node.module], plugin=spec.name) for node in declared.nodes}
-        drawing = "\n".join(map(str, fuse_graph(declared, nodes)[1]))
+        drawing = "\n".join(map(str, fuse_all(compile_graph(declared), Hooks.of(declared, nodes))[1]))
     else:
         drawing = {"text": draw.text, "mermaid": draw.mermaid, "svg": draw.svg}[style](declared)
     if output is None:

@@ -12,20 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mstar.plugin.graph import Graph, Method, Port
-from mstar.plugin.program import (
-    Join,
-    LoopEnd,
-    LoopStart,
-    MethodKey,
-    Op,
-    Program,
-    Run,
-    Skip,
-    Spawn,
-    Split,
-    Unit,
-    compile_graph,
-)
+from mstar.plugin.program import Join, LoopEnd, LoopStart, MethodKey, Op, Program, Run, Skip, Spawn, Split, Unit
 
 MOST_STEPS = 1024  # of a unit: nothing else runs meanwhile
 
@@ -74,10 +61,9 @@ def fuse(program: Program, hooks: Hooks) -> tuple[Program, list[LoopPlan]]:
     return _replaced(program, fuser.units), fuser.plans
 
 
-def fuse_graph(graph: Graph, nodes: Mapping[str, Any]) -> tuple[dict[str, Program], list[LoopPlan]]:
-    """Walk name -> fused program, and every loop's plan. `nodes`: module -> its class, or the object."""
-    hooks = Hooks.of(graph, nodes)
-    fused = {name: fuse(program, hooks) for name, program in compile_graph(graph).items()}
+def fuse_all(programs: Mapping[str, Program], hooks: Hooks) -> tuple[dict[str, Program], list[LoopPlan]]:
+    """Walk name -> fused program, and every loop's plan."""
+    fused = {name: fuse(program, hooks) for name, program in programs.items()}
     return {name: found for name, (found, _) in fused.items()}, [plan for _, plans in fused.values() for plan in plans]
 
 

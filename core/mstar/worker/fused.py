@@ -38,6 +38,7 @@ class _UnitRun:
     Args:
         tasks: step -> the works as its method's hooks see them, where it has hooks.
         values: value name -> what a method of the unit made last.
+        contexts: of methods without a plan; only the iteration and what is present differ from turn to turn.
     """
 
     def __init__(self, runner: Runner, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> None:
@@ -49,6 +50,7 @@ class _UnitRun:
         self.tasks: dict[int, list[Work]] = {}
         self.plans: dict[int, Plan] = {}
         self.values: dict[str, Any] = {}
+        self.contexts: dict[int, Context] = {}
 
     def run(self) -> Launched:
         self._prepare()
@@ -65,7 +67,7 @@ class _UnitRun:
         parts: list[Step] = []
         for at, (index, number) in enumerate(self.unit.steps):
             run = self.unit.runs[index]
-            got = self._call(run, index, self._context(at, run, number))
+            got = self._call(run, index, self._context(at, run, index, number))
             outputs |= {f"{index}.{port}": value for port, value in got.items()}
             if run.method.name in self.modules[run.key[0]].finish:
                 tasks = Batch(run.key, self._tasks(at))
@@ -83,11 +85,19 @@ class _UnitRun:
         rows = [work.scope.rows[module] for work in self.works] + [0] * self.layout.num_padding
         return torch.tensor(rows, device=self.runner.device)
 
-    def _context(self, at: int, run: Run, number: int | None) -> Context:
+    def _context(self, at: int, run: Run, index: int, number: int | None) -> Context:
+        context = self.contexts.get(index)
+        if context is None or at in self.plans:
+            context = self.contexts[index] = self._new_context(at, run)
+        context.present, context.iteration = {}, self.base.iteration
+        if number is not None:
+            context.iteration = _all_alike(self.layout.num_rows, number, self.runner.device)
+        return context
+
+    def _new_context(self, at: int, run: Run) -> Context:
         base, num_rows, module = self.base, self.layout.num_rows, self.modules[run.key[0]]
-        iteration = base.iteration if number is None else _all_alike(num_rows, number, self.runner.device)
         if run.method.kv is not None:
-            return replace(base, iteration=iteration, present={})
+            return replace(base)
         plan, rows = self.plans.get(at, _EMPTY_PLAN), self.rows[module.name]
         positions = _all_alike(num_rows, 0, self.runner.device)
         if plan.positions is not None:
@@ -98,7 +108,7 @@ class _UnitRun:
             last_tokens=base.last_tokens,
             positions=positions,
             rows=rows,
-            iteration=iteration,
+            iteration=base.iteration,
             draw_keys=base.draw_keys,
             sample=partial(draw, module, self.works, rows, self.traces),
             slots=module.slots.tensors,

@@ -19,7 +19,7 @@ from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
 from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key
-from mstar.plugin.fuse import fuse_graph
+from mstar.plugin.fuse import Hooks, fuse_all
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import Node
 from mstar.plugin.program import Program, compile_graph
@@ -127,9 +127,10 @@ class Modules:
 
     def compile(self, graph: Graph) -> dict[str, Program]:
         """Walk name -> the program to run it by: loops fused, unless that is off."""
+        programs = compile_graph(graph)
         if self.config.enforce_eager:
-            return compile_graph(graph)
-        return fuse_graph(graph, {name: module.node for name, module in self.by_name.items()})[0]
+            return programs
+        return fuse_all(programs, Hooks.of(graph, {name: module.node for name, module in self.by_name.items()}))[0]
 
     # ---- loading ----------------------------------------------------------------------------------------
 
