@@ -138,6 +138,41 @@ def test_a_unit_may_begin_with_a_chunk_of_a_stream(
     eager.assert_clean()
 
 
+def decode_with_laps(spec: ModelSpec) -> ModelSpec:
+    """Decoding, whose ids the KV pool must learn, with an inner loop after it."""
+
+    def changed(config: Any) -> Graph:
+        graph = spec.graph(config)
+        decode = Call("lm.decode", inputs={"ids": "last"}, outputs={"token": "last"}, emits={"text": "text"})
+        loop = DynamicLoop("max_tokens", Sequential(decode, Loop(2, Call("pace.lap"))), carry=("last",))
+        section = Sequential(Call("lm.prefill"), Each(loop, over="last", fork="main"))
+        walk = Walk(name="generate", inputs=("ids", "last", "eos_at"), section=section)
+        return dataclasses.replace(graph, walks=(walk, *graph.walks[1:]))
+
+    return dataclasses.replace(spec, graph=changed)
+
+
+@pytest.mark.parametrize("setting", ["plain", "overlap", "overlap_invariant", "recompute", "overlap_recompute"])
+def test_ids_written_in_a_unit_are_learned_and_recomputed(
+    fresh: Callable[..., Any], make: Callable[..., Any], setting: str
+) -> None:
+    small = {**SMALL, "swap_space_bytes": 0, "overlap": "overlap" in setting}
+    settings = {**(small if "recompute" in setting else SETTINGS[setting]), "block_size": 4}
+    fused, eager = (fresh(change=decode_with_laps, **settings, enforce_eager=off) for off in (False, True))
+    assert units(fused, "generate") == ["lm.decode, 2 × pace.lap"] and not units(eager, "generate")
+    drawn = {"temperature": 1.2, "repetition_penalty": 1.4, "presence_penalty": 0.5, "max_tokens": 20}
+    asks = [make("generate", "a long enough prompt"[seed:], seed=seed, **drawn) for seed in range(4)]
+    asks.append(make("generate", "ends", eos_at=3, seed=5, n=2, **drawn))
+    alone = [eager.ask(ask).everything() for ask in asks]
+    assert [fused.ask(ask).everything() for ask in asks] == alone
+    cached = [s.on_worker(lambda s=s: set(s.worker.modules["lm"].pool._cache._page_of)) for s in (fused, eager)]
+    assert "recompute" in setting or cached[0] == cached[1] != set()  # in a small pool pages are evicted
+    assert [answer.everything() for answer in fused.ask_all(asks)] == alone
+    assert (fused.worker.scheduler.num_rebuilds > 0) == ("recompute" in setting)
+    fused.assert_clean()
+    eager.assert_clean()
+
+
 def in_items(spec: ModelSpec) -> ModelSpec:
     """Two items side by side, each with the frames that follow the prompt read once more, or twice."""
 
