@@ -245,8 +245,16 @@ def test_rows_of_padding_are_inert(parts: Callable[..., Any]) -> None:
     results, drawn = [], []
     for fused in (True, False):
         told = Told(parts, fused=fused, batch_invariant=True)
+        depth = told.worker.modules["depth"]
+
+        def step(ctx: Any, code: Any, original: Any = depth.methods["step"]) -> Any:
+            num = int((ctx.rows > 0).sum())
+            assert ctx.num_rows == 16 and (code[num:] == code[num - 1]).all()  # each the last task's, in every turn
+            return original(ctx, code=code)
+
+        depth.methods["step"] = step
         told.start()
         results.append(told.results())
-        drawn.append(told.worker.modules["depth"].slots.samplers["depth"].step[1:].tolist())
+        drawn.append(depth.slots.samplers["depth"].step[1:].tolist())
     assert results[0] == results[1]
     assert drawn[0] == drawn[1] and sum(drawn[0]) == 3 * 4 * 3
