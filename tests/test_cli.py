@@ -388,6 +388,14 @@ def test_doctor_names_each_problem_with_its_remedy(run: Run, tmp_path: Path, mon
     assert all(any(word in line for line in lines) for word in ("torch", "threads", "shared memory", "cache folder"))
 
 
+def test_doctor_refuses_ports_there_are_none_and_wrong_variables(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run("doctor", "--port", "99999")
+    assert code == 1 and "port must be 0-65535" in out
+    monkeypatch.setattr(config, "environment", lambda: read_environment({"MSTAR_LOG_LEVEL": "loud"}))
+    code, out, err = run("doctor", "--port", "0")
+    assert code == 2 and "MSTAR_LOG_LEVEL is 'loud'" in err and not out
+
+
 def test_doctor_checks_a_checkpoint_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:
     def line(*arguments: str) -> str:
         _, out, _ = run("doctor", "--port", "0", "--plugin", "echo", *arguments)

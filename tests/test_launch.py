@@ -85,7 +85,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     try:
         for line in process.stderr:
             lines.append(line)
-            if "Application startup complete" in line:
+            if "Starting mstar server on" in line:
                 break
         found = re.search(r"Starting mstar server on (http://\S+)", "".join(lines))
         assert found is not None, "".join(lines)
@@ -137,6 +137,14 @@ def test_a_server_says_what_it_does_answers_and_drains(server: Any) -> None:
     assert process.stderr is not None and KEY not in log + process.stderr.read()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_a_second_signal_ends_it_at_once_without_a_traceback(server: Any) -> None:
+    process, _, _ = server
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 1
+    assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
 def test_an_open_door_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

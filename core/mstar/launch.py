@@ -240,12 +240,8 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
     async with started_engine(config, model=model) as engine:
         gc.collect()
         gc.freeze()  # what is loaded stays; a full collection that walked it again would stop every stream meanwhile
-        app = create_app(
-            engine, root=config.model, max_body_bytes=server_config.max_body_bytes,
-            client_timeout_s=server_config.client_timeout_s, voices=model.voices, plugin_version=model.plugin.version,
-            api_keys=server_config.api_key, allowed_origins=server_config.allowed_origins,
-            enable_metrics=server_config.enable_metrics,
-        )  # fmt: skip
+        version = model.plugin.version
+        app = create_app(engine, root=config.model, config=server_config, voices=model.voices, plugin_version=version)
         for line in (*_plan_lines(engine), "Available routes:", *(f"  {route}" for route in route_names(app.routes))):
             logger.info("%s", line)
         scheme = "https" if server_config.ssl_certfile else "http"
@@ -268,7 +264,8 @@ class Server(uvicorn.Server):
         more |= {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
         more["ssl_cert_reqs"] = ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE
         more["http"] = functools.partial(Connection, client_timeout_s=config.client_timeout_s)
-        super().__init__(uvicorn.Config(app, log_level=config.log_level, **more))
+        # The application has no lifespan, and a forced end would log that it was cancelled.
+        super().__init__(uvicorn.Config(app, log_level=config.log_level, lifespan="off", **more))
         self.is_cut = False
         self._engine = engine
         self._drain_s = config.drain_timeout_s

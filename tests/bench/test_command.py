@@ -113,9 +113,13 @@ def test_texts_come_from_a_file(url: str, tmp_path: Path, capsys: pytest.Capture
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
         (["--format", "mp3"], "--no-stream"),
         (["--rate", "0"], "--rate"),
+        (["--slo-rtf", "0"], "--slo-rtf"),
+        (["--slo-ttfa", "0"], "--slo-ttfa"),
         (["--concurrency", "0"], "--concurrency"),
         (["--format", "ogg"], "'pcm', 'wav', 'mp3'"),
         (["--param", "x"], "KEY=VALUE"),
+        (["--param", "response_format=mp3"], "response_format is set by --format"),
+        (["--no-stream", "--param", "stream_format=sse"], "stream_format is set by --format and --stream"),
         (["--out", "/nowhere/at/all/x.json"], "no folder '/nowhere/at/all'"),
     ],
 )

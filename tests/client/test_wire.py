@@ -60,6 +60,13 @@ def test_an_unknown_field_is_refused_with_those_known() -> None:
         wire.generate("text", {"temperature": 1})  # type: ignore[typeddict-unknown-key]
 
 
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream_format": "sse"}, {"stream_format": "audio"}])
+def test_a_whole_file_is_no_stream(fields: Any) -> None:
+    with pytest.raises(TypeError, match="are for stream_speech"):
+        wire.speech("text", fields)
+    assert wire.speech("text", {"stream": False, "stream_format": None}).body["stream"] is False  # type: ignore[index]
+
+
 def test_the_address_may_be_that_of_openai_s_routes() -> None:
     assert wire.http_options("http://h:1/v1/", "k", 3.0)["base_url"] == "http://h:1"
 

@@ -118,7 +118,7 @@ class Document:
 
     def _objects(self, schema: Schema, only: Mapping[str, SearchStrategy[Any]]) -> SearchStrategy[dict[str, Any]]:
         properties = schema.get("properties", {})
-        drawn = {name: only.get(name) or self.values(one, only=only) for name, one in properties.items()}
+        drawn = {name: only[name] if name in only else self.values(one, only=only) for name, one in properties.items()}
         required = {name: drawn.pop(name) for name in schema.get("required", ())}
         if not properties and isinstance(schema.get("additionalProperties"), dict):
             names = self.values({"type": "string"} | schema.get("propertyNames", {}))

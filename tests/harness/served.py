@@ -84,7 +84,7 @@ class Served:
         class Kept(Worker):
             def __init__(self, *arguments: Any) -> None:
                 end = InspectedEnd(arguments[-1])
-                super().__init__(*arguments[:-1], end)
+                super().__init__(*arguments[:-1], end)  # type: ignore[call-arg]
                 kept.append((self, end))
 
         self.model = launch.find_model(self.config)
@@ -113,12 +113,12 @@ class Served:
     # ---- HTTP -------------------------------------------------------------------------------------------
 
     def app(self, **options: Any) -> Any:
-        """The HTTP application, as `mstar serve` makes it but for `options` of `create_app`."""
-        usual = {
-            "root": self.config.model, "max_body_bytes": 2**20, "voices": self.model.voices,
-            "plugin_version": self.model.plugin.version,
-        }  # fmt: skip
-        return create_app(self.engine, **usual | options)
+        """The HTTP application, as `mstar serve` makes it with these options of `ServerConfig`."""
+        config = ServerConfig(**{"max_body_bytes": 2**20} | options)
+        version = self.model.plugin.version
+        return create_app(
+            self.engine, root=self.config.model, config=config, voices=self.model.voices, plugin_version=version
+        )
 
     @contextlib.contextmanager
     def http(self, **options: Any) -> Iterator[str]:

@@ -93,7 +93,7 @@ SPEC = ModelSpec(
 
 
 class Parrot(Processor):
-    """Says back what it hears, a byte a token. "BOOM" anywhere is a fault of the plugin."""
+    """Says back what it hears, a byte a token. "BOOM" anywhere is a fault of the plugin, "~" one in the result."""
 
     def encode(self, request: Request) -> Encoded:
         first = request.parts[0] if request.parts else request.messages[-1].parts[0]
@@ -134,6 +134,8 @@ class Parrot(Processor):
 
     def finish(self, state: Any, result: dict[str, Any]) -> None:
         result["parrot"] = True
+        if ord("~") in result["prompt_token_ids"]:
+            result["timings"] = None
 
 
 class FakeWorker:

@@ -20,6 +20,7 @@ import uvicorn
 from safetensors.torch import load
 
 import mstar
+from mstar.config import ServerConfig
 from mstar.ipc.messages import Abort
 from mstar.server.app import create_app
 
@@ -30,7 +31,8 @@ async def listening(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """A client of a server on a free port, and what is served. `app` is for `create_app`, the rest for the engine."""
     async with serving(**settings) as served:
-        app = create_app(served.engine, **{"root": "tiny", "max_body_bytes": 4096, "voices": ["amy"]} | (app or {}))
+        usual = {"root": "tiny", "config": ServerConfig(max_body_bytes=4096), "voices": ["amy"]}
+        app = create_app(served.engine, **usual | (app or {}))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
@@ -206,7 +208,8 @@ def test_version_voices_and_metrics(serving: Callable[..., Any]) -> None:
             ):
                 assert {"route": route, "method": method, "status": status} in labels, lines
             assert "secret" not in response.text
-        async with listening(serving, app={"enable_metrics": False, "voices": None}) as (client, _):
+        bare = {"config": ServerConfig(enable_metrics=False), "voices": None}
+        async with listening(serving, app=bare) as (client, _):
             error_of(await client.get("/metrics"), 404)
             error_of(await client.get("/v1/audio/voices"), 404)
 
@@ -327,7 +330,7 @@ def test_blank_or_missing_input_is_refused_before_any_work(serving: Callable[...
 
 def test_large_bodies_leave_the_event_loop_to_others(serving: Callable[..., Any]) -> None:
     async def scenario() -> None:
-        async with listening(serving, app={"max_body_bytes": 2**24}) as (client, _):
+        async with listening(serving, app={"config": ServerConfig(max_body_bytes=2**24)}) as (client, _):
             ids = {"inputs": [{"type": "token_ids", "ids": [7] * 1_000_000}]}
             body = json.dumps(ids).encode()
             posting = asyncio.ensure_future(

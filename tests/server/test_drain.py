@@ -25,10 +25,10 @@ async def listening(
     serving: Callable[..., Any], *, drain_timeout_s: float
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Server, asyncio.Task[None], Any]]:
     async with serving(step_s=0.01) as served:
-        app = create_app(served.engine, root="tiny", max_body_bytes=4096)
+        config = ServerConfig(log_level="error", drain_timeout_s=drain_timeout_s)
+        app = create_app(served.engine, root="tiny", config=config, voices=None)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            config = ServerConfig(log_level="error", drain_timeout_s=drain_timeout_s)
             server = Server(app, served.engine, config=config)
             server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
             task = asyncio.create_task(server.serve(sockets=[listener]))

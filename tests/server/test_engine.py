@@ -157,6 +157,18 @@ def test_a_failing_request_fails_alone(serving: Callable[..., Any]) -> None:
     run(scenario())
 
 
+def test_a_result_that_cannot_be_read_fails_its_request_alone(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            handles = [await served.engine.submit(wire(text)) for text in ("good one", "bad ~", "good two")]
+            found = await asyncio.gather(*map(collect, handles), return_exceptions=True)
+            assert (found[0], found[2]) == ("good one", "good two")
+            assert isinstance(found[1], RequestError) and found[1].status == 500 and "TypeError" in found[1].message
+            await served.settled()
+
+    run(scenario())
+
+
 def test_chunks_before_a_failure_are_delivered(serving: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with serving(step_s=0.02) as served:

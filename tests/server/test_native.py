@@ -53,6 +53,8 @@ def test_the_task_follows_from_inputs_and_outputs(parrot_spec: ModelSpec, fields
         (text(outputs=["image"]), "outputs.0", "no task takes these inputs"),
         (text(colour=1), "colour", "known: model, task"),
         (text(params={"temprature": 1}), "params.temprature", "known: temperature"),
+        (text(**{"k" * 100_000: 1}), "k" * 60, "... (100002 characters) is unknown; known: model"),
+        (text(params={"k" * 100_000: 2**70}), "params." + "k" * 60, "fit 64 bits"),
         (text(params={"temperature": -1}), "params.temperature", "is -1: must be float >= 0"),
         (text(params={"temperature": True}), "params.temperature", "float, got bool"),
         (text(params={"temperature": math.nan}), "params.temperature", "must be finite"),
@@ -96,6 +98,7 @@ def test_mistakes_name_the_parameter_and_what_is_known(
         read(body, parrot_spec)
     assert caught.value.status == (404 if param == "model" else 400)
     assert caught.value.param == param and words in caught.value.message
+    assert len(caught.value.message) < 1000
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"nul", b"[" * 5000, b'{"a": NaN}', b"\xff", b'{"a": 1e999}'])

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from mstar.config import ServerConfig
 from mstar.errors import RequestError
 from mstar.media.encode import FORMATS
 from mstar.plugin.spec import ModelSpec
@@ -250,7 +251,7 @@ def test_a_failure_in_the_middle_ends_events_with_the_error_and_the_body_never(s
             "asgi": {"version": "3.0", "spec_version": "2.3"},
         }  # fmt: skip
         async with serving(step_s=0.2) as served:
-            app: Any = create_app(served.engine, root="tiny", max_body_bytes=4096)
+            app: Any = create_app(served.engine, root="tiny", config=ServerConfig(), voices=None)
             await app(scope, inbox.get, send)
             await served.settled()
 

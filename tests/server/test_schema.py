@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from mstar.config import ServerConfig
 from mstar.plugin import loader
 from mstar.plugin.spec import ModelSpec
 from mstar.server import openai
@@ -150,7 +151,7 @@ def test_every_reference_leads_somewhere_and_keys_are_declared(parrot_spec: Mode
 def test_routes_and_answers_are_those_of_the_server(serving: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with serving() as served:
-            app = create_app(served.engine, root="tiny", max_body_bytes=4096, voices=["amy"])
+            app = create_app(served.engine, root="tiny", config=ServerConfig(), voices=["amy"])
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 found = (await client.get("/openapi.json")).json()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from mstar.cli.run import _params as read_params
+from mstar.cli.run import read_params
 from mstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def bench() -> None:
     "--timeout", "timeout_s", type=POSITIVE, default=300.0, show_default=True,
     help="seconds after which a request has failed",
 )  # fmt: skip
-@click.option("--slo-ttfa", "max_first_audio_s", type=float, help="goodput: most seconds to the first audio")
-@click.option("--slo-rtf", "max_rtf", type=float, help="goodput: most seconds a second of audio may take")
+@click.option("--slo-ttfa", "max_first_audio_s", type=POSITIVE, help="goodput: most seconds to the first audio")
+@click.option("--slo-rtf", "max_rtf", type=POSITIVE, help="goodput: most seconds a second of audio may take")
 @click.option("--out", type=FILE, help="write all samples and numbers as JSON")
 @click.option("--plot", "plot_file", type=FILE, help="draw distributions: PNG, SVG")
 @click.pass_context
@@ -98,6 +98,9 @@ def _check(given: dict[str, Any]) -> None:
     if given["is_streamed"] and given["format"] not in ("pcm", "wav"):
         problem = f"how much of streamed {given['format']} can be played is not known while it comes"
         raise click.UsageError(f"{problem}; give --no-stream, or --format pcm or wav")
+    # Else what comes would be measured as something that it is not.
+    for name in read_params(given["params"]).keys() & {"response_format", given["is_streamed"] or "stream_format"}:
+        raise click.BadParameter(f"{name} is set by --format and --stream", param_hint="--param")
     for path in (given["out"], given["plot_file"]):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {str(path.parent)!r} to write {path.name} to; make it first")

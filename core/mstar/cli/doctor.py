@@ -58,6 +58,7 @@ class Check:
 @click.pass_context
 def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str, port: int) -> None:
     """Check this machine, and a model on it; exit with 1 if something keeps mstar from serving."""
+    config.environment()  # its mistakes are of no one check
     asked = checks(host, port=port)
     if plugin is not None or model is not None:
         look = partial(_checkpoint, options.choose_plugin(plugin), model=model or "tiny")
@@ -179,5 +180,5 @@ def _address(host: str, *, port: int) -> str:
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-        probe.bind(where)
+        probe.bind((where[0], port, *where[2:]))  # `where` has ports that are too large cut to 16 bits
     return f"{host}:{port} is free"

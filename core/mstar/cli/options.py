@@ -27,15 +27,10 @@ def settings(kind: type[Any], *, without: Collection[str] = ()) -> Callable[[Dec
                 spelling = f"{flag.name}/--no-{flag.key}" if flag.is_switch else flag.name
                 kind_of_value = None if flag.is_switch else flag.parse.__name__.strip("_").upper()
                 command = click.option(
-                    spelling,
-                    name,
-                    type=bool if flag.is_switch else str,
-                    default=None,
-                    multiple=flag.is_repeatable,
-                    callback=partial(_read, flag),
-                    metavar="|".join(flag.choices) or kind_of_value,
+                    spelling, name, type=bool if flag.is_switch else str, default=None, multiple=flag.is_repeatable,
+                    callback=partial(_read, flag), metavar="|".join(flag.choices) or kind_of_value,
                     help=f"{flag.help}  [default: {config.default_text(kind, name)}]",
-                )(command)
+                )(command)  # fmt: skip
         return command
 
     return decorate

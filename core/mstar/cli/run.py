@@ -36,20 +36,13 @@ _SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions
 @options.only(config.ServerConfig, "log_level")
 @options.config_option
 def run(
-    request_file: str | None,
-    text: str | None,
-    task: str | None,
-    voice: str | None,
-    params: tuple[str, ...],
-    seed: int | None,
-    out: Path,
-    config_file: Path | None,
-    **given: Any,
-) -> None:
+    request_file: str | None, text: str | None, task: str | None, voice: str | None, params: tuple[str, ...],
+    seed: int | None, out: Path, config_file: Path | None, **given: Any,
+) -> None:  # fmt: skip
     """Answer one request and write result.json, tensors.safetensors and media files."""
     request, base = _request(request_file, text)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
-    more = _params(params) | ({} if voice is None else {"voice": voice})
+    more = read_params(params) | ({} if voice is None else {"voice": voice})
     own = request.get("params") or {}
     if more and isinstance(own, dict):  # else it is refused as in every request
         request["params"] = own | more
@@ -81,7 +74,8 @@ def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
     return request, Path.cwd() if file == "-" else Path(file).absolute().parent
 
 
-def _params(pairs: tuple[str, ...]) -> dict[str, Any]:
+def read_params(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """The pairs of --param: KEY=VALUE, where the value is JSON, or text where it is not."""
     params: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

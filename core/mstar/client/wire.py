@@ -99,7 +99,9 @@ class GenerateFields(TypedDict, total=False):
 def generate(text: str | None, fields: GenerateFields) -> Call[Result]:
     """A whole answer."""
     body = _native(text, fields)
-    return Call(method="POST", path="/v1/generate", body=body, read=lambda response: read_result(_json(response)))
+    return Call(
+        method="POST", path="/v1/generate", body=body, read=lambda response: read_result(_decode(response.content))
+    )
 
 
 def stream(text: str | None, fields: GenerateFields) -> Call[EventDecoder]:
@@ -122,7 +124,9 @@ def _native(text: str | None, fields: GenerateFields) -> dict[str, Any]:
 
 
 def speech(input: str, fields: Fields) -> Call[Speech]:
-    """A whole audio file."""
+    """A whole audio file. What only streams take is refused: what came would be no file."""
+    if fields.get("stream") or fields.get("stream_format"):
+        raise TypeError("stream and stream_format are for stream_speech; speech gives a whole file")
     return Call(method="POST", path="/v1/audio/speech", body={"input": input, **fields}, read=Speech.make)
 
 
@@ -137,10 +141,6 @@ def close_session(name: str) -> Call[Any]:
     return Call(method="DELETE", path=f"/v1/sessions/{quote(name)}", read=lambda response: None)
 
 
-def _json(response: httpx.Response) -> dict[str, Any]:
-    return _decode(response.content)
-
-
 def _decode(data: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -148,11 +148,12 @@ def _decode(data: bytes) -> dict[str, Any]:
         raise StreamBroken(f"the server sent what is not a JSON object ({error}): {data[:100]!r}") from error
 
 
-VOICES: Call[list[str]] = Call(path="/v1/audio/voices", read=lambda response: _json(response)["voices"])
-MODELS: Call[list[dict[str, Any]]] = Call(path="/v1/models", read=lambda response: _json(response)["data"])
-HEALTH = Call(path="/health", read=_json, may_retry=False)  # why the server is not well is told at once
+VOICES: Call[list[str]] = Call(path="/v1/audio/voices", read=lambda response: _decode(response.content)["voices"])
+MODELS: Call[list[dict[str, Any]]] = Call(path="/v1/models", read=lambda response: _decode(response.content)["data"])
+# Why the server is not well is told at once.
+HEALTH = Call(path="/health", read=lambda response: _decode(response.content), may_retry=False)
 READY = Call(path="/ready", read=lambda response: response.is_success, answers=(503,))
-VERSION: Call[str] = Call(path="/version", read=lambda response: _json(response)["version"])
+VERSION: Call[str] = Call(path="/version", read=lambda response: _decode(response.content)["version"])
 METRICS = Call(path="/metrics", read=lambda response: response.text)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import platform
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import mstar
+from mstar.config import ServerConfig
 from mstar.errors import RequestError
 from mstar.server import openai
 from mstar.server.engine import Engine, RequestHandle
@@ -42,36 +43,20 @@ _LARGE_BYTES = 1 << 16  # bodies from here on are read in a thread
 
 
 def create_app(
-    engine: Engine,
-    *,
-    root: str,
-    max_body_bytes: int,
-    client_timeout_s: float = 120.0,
-    voices: Sequence[str] | None = None,
-    plugin_version: str | None = None,
-    api_keys: Collection[str] = (),
-    allowed_origins: Collection[str] = (),
-    enable_metrics: bool = True,
+    engine: Engine, *, root: str, config: ServerConfig, voices: list[str] | None, plugin_version: str | None = None
 ) -> Starlette:
     """The HTTP application of one model, whose engine has started.
 
     Args:
         root: the checkpoint, as the operator named it.
-        max_body_bytes: larger bodies are refused with 413.
-        client_timeout_s: bodies that take longer to arrive are refused with 408.
         voices: what `/v1/audio/voices` lists; None: the model has no such route.
         plugin_version: what `/version` says beside the plugin's name.
-        api_keys: any of them opens all routes; none: there is no lock.
-        allowed_origins: whose pages may call; none: no CORS.
     """
-    surface = Surface(
-        engine, root=root, max_body_bytes=max_body_bytes, client_timeout_s=client_timeout_s, voices=voices,
-        plugin_version=plugin_version, has_keys=bool(api_keys), enable_metrics=enable_metrics,
-    )  # fmt: skip
+    surface = Surface(engine, root=root, config=config, voices=voices, plugin_version=plugin_version)
     layers = [Middleware(Reported, report=engine.metrics.record_response)]
-    if allowed_origins:
-        layers.append(Middleware(Origins, allowed=allowed_origins))
-    layers.append(Middleware(Guard, keys=api_keys, refuse=surface.refusal))
+    if config.allowed_origins:
+        layers.append(Middleware(Origins, allowed=config.allowed_origins))
+    layers.append(Middleware(Guard, keys=config.api_key, refuse=surface.refusal))
     kinds = (RequestError, HTTPException, ClientDisconnect)
     app = Starlette(
         routes=surface.routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, surface.handle_error)
@@ -102,20 +87,10 @@ class Surface:
     """The handlers of all routes. Arguments are those of `create_app`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        root: str,
-        max_body_bytes: int,
-        client_timeout_s: float,
-        voices: Sequence[str] | None,
-        plugin_version: str | None,
-        has_keys: bool,
-        enable_metrics: bool,
+        self, engine: Engine, *, root: str, config: ServerConfig, voices: list[str] | None, plugin_version: str | None
     ) -> None:
         self._engine = engine
-        self._max_body_bytes = max_body_bytes
-        self._client_timeout_s = client_timeout_s
+        self._config = config
         self._voices = voices
         plugin = {"name": engine.spec.name, "version": plugin_version}
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
@@ -126,7 +101,7 @@ class Surface:
             max_model_len=engine.state.max_model_len,
         )  # fmt: skip
         more = {
-            "max_model_len": engine.state.max_model_len, "max_body_bytes": max_body_bytes,
+            "max_model_len": engine.state.max_model_len, "max_body_bytes": config.max_body_bytes,
             "max_num_seqs": limits.max_running, "max_queue": limits.max_queue, "request_timeout_s": limits.timeout_s,
         }  # fmt: skip
         self._models = [model | {"limits": more} for model in models]
@@ -144,10 +119,10 @@ class Surface:
             self.routes.insert(1, ExactRoute("/v1/audio/speech", self.speech, methods=["POST"]))
         if voices is not None:
             self.routes.insert(2, ExactRoute("/v1/audio/voices", self.voices, methods=["GET"]))
-        if enable_metrics:
+        if config.enable_metrics:
             self.routes.append(ExactRoute("/metrics", self.metrics, methods=["GET"]))
         self._openapi = openapi_document(
-            engine.spec, names=engine.model_names, voices=voices, has_keys=has_keys,
+            engine.spec, names=engine.model_names, voices=voices, has_keys=bool(config.api_key),
             paths=[route.path for route in self.routes],
         )  # fmt: skip
 
@@ -200,22 +175,22 @@ class Surface:
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             message = f"Content-Encoding is {encoding[:60]!r}; send the body as it is"
             raise RequestError(message, status=415, param="Content-Encoding")
-        body = bytearray()
+        body, seconds = bytearray(), self._config.client_timeout_s
         self._check_size(int(request.headers.get("content-length", 0)))
         try:
-            async with asyncio.timeout(self._client_timeout_s):
+            async with asyncio.timeout(seconds):
                 async for block in request.stream():
                     body += block
                     self._check_size(len(body))
         except TimeoutError as error:
-            message = f"the body took longer than {self._client_timeout_s:g} s, and {len(body)} bytes of it came; "
+            message = f"the body took longer than {seconds:g} s, and {len(body)} bytes of it came; "
             message += "send it faster, or raise --client-timeout"
             raise RequestError(message, status=408, code="body_timeout") from error
         return bytes(body)
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            message = f"the body has more than {self._max_body_bytes} bytes, which is the limit; "
+        if num_bytes > (limit := self._config.max_body_bytes):
+            message = f"the body has more than {limit} bytes, which is the limit; "
             raise RequestError(message + "send less, or raise --max-body-bytes", status=413, code="body_too_large")
 
     # -- the rest --------------------------------------------------------------------------------------------

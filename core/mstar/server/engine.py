@@ -29,18 +29,7 @@ from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
 from mstar.server.metrics import Metrics, Timeline
 from mstar.server.native import GenerateRequest, read_request
-from mstar.server.requests import (
-    Action,
-    Deadline,
-    End,
-    EngineState,
-    Limits,
-    RunStep,
-    Send,
-    Work,
-    attributed,
-    contained,
-)
+from mstar.server.requests import Action, Deadline, End, EngineState, Limits, RunStep, Send, Work, attributed, contained
 from mstar.server.results import Result
 from mstar.server.streams import Decoded, Decoding
 from mstar.types import Chunk, Encoded, Request
@@ -60,12 +49,7 @@ class RequestHandle:
     """
 
     def __init__(
-        self,
-        request_id: str,
-        *,
-        timeline: Timeline,
-        deadline: Deadline | None,
-        abort: Callable[[RequestHandle], None],
+        self, request_id: str, *, timeline: Timeline, deadline: Deadline | None, abort: Callable[[RequestHandle], None]
     ) -> None:
         self.id = request_id
         self.timeline = timeline
@@ -140,15 +124,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        graph: Graph,
-        make_processor: Callable[[SpecLimits], Processor],
-        config: EngineConfig,
-        end: EngineEnd,
-        base: Path | None = None,
-    ) -> None:
+        self, *, spec: ModelSpec, graph: Graph, make_processor: Callable[[SpecLimits], Processor],
+        config: EngineConfig, end: EngineEnd, base: Path | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.graph = graph
         self.model_names = config.served_model_name or tuple(dict.fromkeys((*config.model_names, spec.name)))
@@ -181,8 +159,8 @@ class Engine:
             raise ConfigError(f"the model could not be started: {self.state.dead}")
         limits = SpecLimits(max_model_len=self.state.max_model_len)
         self._processor = await _in_thread(self._encode_pool, self._make_processor, limits)
-        self._spawn(self._listen())
-        self._spawn(self._tick())
+        self._spawn(self._forever(self._receive))
+        self._spawn(self._forever(self._tick))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those running go on."""
@@ -212,10 +190,10 @@ class Engine:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _listen(self) -> None:
+    async def _forever(self, turn: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             while True:
-                await self._receive()
+                await turn()
         except Exception as error:  # a fault of ours: what runs can never end, so say so instead of hanging
             logger.exception("the engine failed")
             reason = f"the engine failed ({type(error).__name__}: {error})"
@@ -227,15 +205,14 @@ class Engine:
 
     async def _tick(self) -> None:
         """Deadlines and sessions; and, since it wakes so often anyway, how late the event loop is."""
-        while True:
-            asleep = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            self.metrics.record_lag(now - asleep - _TICK_S)
-            self._apply(self.state.tick(now=now))
-            for handle in list(self._handles.values()):  # those left past their deadline are over on the worker
-                if handle.deadline is not None and now >= handle.deadline.at:
-                    self._fail(handle, handle.deadline.error("being decoded"))
+        asleep = time.monotonic()
+        await asyncio.sleep(_TICK_S)
+        now = time.monotonic()
+        self.metrics.record_lag(now - asleep - _TICK_S)
+        self._apply(self.state.tick(now=now))
+        for handle in list(self._handles.values()):  # those left past their deadline are over on the worker
+            if handle.deadline is not None and now >= handle.deadline.at:
+                self._fail(handle, handle.deadline.error("being decoded"))
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -320,8 +297,10 @@ class Engine:
         for handle, decoded in zip(handles, found, strict=True):
             handle.is_decoding = False
             if not handle.is_over:
-                self._deliver(handle, decoded)
-                self._decode_soon(handle)
+                # What a model's Processor put into a result may fail here, and must not hold up the others.
+                with attributed(f"request {handle.id}: delivering", fail=functools.partial(self._fail, handle)):
+                    self._deliver(handle, decoded)
+                    self._decode_soon(handle)
 
     def _deliver(self, handle: RequestHandle, decoded: Decoded) -> None:
         now = time.monotonic()

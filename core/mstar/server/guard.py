@@ -233,7 +233,8 @@ class Connection(H11Protocol):
         error = sys.exception()
         status = getattr(error, "error_status_hint", 400)
         reason = str(error or msg).partition(":")[0]  # what follows is the client's own text
-        message = {431: "the request line and headers are too long"}.get(status, f"this is no valid HTTP/1.1: {reason}")
+        known = {431: "the request line and headers are too long", 501: "the only Transfer-Encoding read is 'chunked'"}
+        message = known.get(status, f"this is no valid HTTP/1.1: {reason}")
         self._end_with(RequestError(message, status=status))
 
     def _end_with(self, error: RequestError) -> None:

@@ -221,9 +221,7 @@ def _counter(name: str, text: str, values: float | Mapping[str, float], *, label
 
 
 def _filled(family: Any, values: float | Mapping[str, float]) -> Metric:
-    for labels, value in (
-        [((name,), v) for name, v in values.items()] if isinstance(values, Mapping) else [((), values)]
-    ):
-        family.add_metric(labels, float(value))
+    for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+        family.add_metric([name] if name else [], float(value))
     filled: Metric = family
     return filled

@@ -157,14 +157,14 @@ def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[s
 def _explained(
     error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str, more: Iterable[str]
 ) -> RequestError:
-    text, _, where = str(error).partition(" - at `$")
+    text, _, where = str(error).replace(" - at `key` in `$", " as a key - at `$").partition(" - at `$")
     path = [step for step in re.split(r"[.\[\]`]+", where) if step]
     if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
         name = prefix + ".".join([*path, found[2]])
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
         known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{name!r} is unknown{known}", param=name, code="unknown_parameter")
+        return RequestError(f"{_short(name)} is unknown{known}", param=name[:60], code="unknown_parameter")
     if text.startswith("Invalid value") and path[-1:] == ["type"]:
         text = f"must be one of {', '.join(_KINDS)}"
     elif text.startswith("Invalid enum value"):
@@ -194,7 +194,7 @@ def _check_values(value: Any, *, prefix: str) -> None:
     if isinstance(value, dict | list):
         # Keys are checked too, by their place.
         for key, item in [*enumerate(value), *(value.items() if isinstance(value, dict) else ())]:
-            _check_values(item, prefix=f"{prefix}{key}.")
+            _check_values(item, prefix=f"{prefix}{str(key)[:60]}.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -226,15 +226,9 @@ def check_model(model: str, *, names: tuple[str, ...]) -> None:
 
 
 def read_request(
-    wire: GenerateRequest,
-    *,
-    spec: ModelSpec,
-    model_names: tuple[str, ...],
-    request_id: str,
-    seed: int,
-    resumed: bool = False,
-    base: Path | None = None,
-) -> Request:
+    wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...], request_id: str, seed: int,
+    resumed: bool = False, base: Path | None = None,
+) -> Request:  # fmt: skip
     """A validated request with decoded parts. Slow (decodes media): not for the event loop.
 
     Args:
@@ -253,18 +247,12 @@ def read_request(
         raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
     read = [(message, tuple(_part(part, param=at, base=base) for at, part in parts)) for message, parts in _turns(wire)]
     return Request(
-        id=request_id,
-        model=model,
-        task=name,
+        id=request_id, model=model, task=name, params=params, session=wire.session, resumed=resumed, stream=wire.stream,
         parts=tuple(part for message, parts in read if message is None for part in parts),
         messages=tuple(Message(message.role, parts) for message, parts in read if message is not None),
         outputs=tuple(wire.outputs or task.default_outputs or task.outputs[:1]),
-        params=params,
         seed=seed if wire.seed is None else wire.seed,
-        session=wire.session,
-        resumed=resumed,
-        stream=wire.stream,
-    )
+    )  # fmt: skip
 
 
 def _turns(wire: GenerateRequest) -> list[tuple[ChatMessage | None, list[tuple[str, Input]]]]:

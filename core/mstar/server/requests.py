@@ -145,14 +145,8 @@ class Limits:
 
     def deadline(self, timeout_s: float | None, *, now: float) -> Deadline | None:
         """When a request ends that comes now and gives itself `timeout_s`."""
-        given = [
-            Deadline(now + seconds, seconds, remedy)
-            for seconds, remedy in (
-                (timeout_s, "give a longer 'timeout_s'"),
-                (self.timeout_s, "raise --request-timeout"),
-            )
-            if seconds is not None
-        ]
+        limits = ((timeout_s, "give a longer 'timeout_s'"), (self.timeout_s, "raise --request-timeout"))
+        given = [Deadline(now + seconds, seconds, remedy) for seconds, remedy in limits if seconds is not None]
         return min(given, key=lambda deadline: deadline.at, default=None)
 
 

@@ -140,12 +140,10 @@ def _narrow_generate(
     fields["inputs"]["anyOf"][0]["minItems"] = fields["messages"]["anyOf"][0]["minItems"] = 1
     fields["outputs"]["anyOf"][0]["items"] = {"enum": list(dict.fromkeys(outputs))}
     fields["params"] = {"anyOf": params, "default": {}}
-    for name, is_taken in {
-        "messages": any(t.messages for t in tasks),
-        "session": any(t.sessions for t in tasks),
-    }.items():
-        if not is_taken:
-            fields[name] = {"type": "null"}
+    if not any(task.messages for task in tasks):
+        fields["messages"] = {"type": "null"}
+    if not any(task.sessions for task in tasks):
+        fields["session"] = {"type": "null"}
 
 
 def _choice(values: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 With overlap a step is launched before the last one's results are known on the host. What a cursor will do next is
 predicted from host-side facts alone; its inputs are the running step's device tensors. If the prediction fails,
-because a loop ended, the work is taken back and leaves no trace (`Runner.undo`). Owned by the worker's thread.
+because a loop ended, the work is taken back and leaves no trace (`Work.undo`). Owned by the worker's thread.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Worker:
         self.receive()
         batch = self.schedule()
         if batch is not None:
-            self._do(".".join(batch.key))
+            self._enter(".".join(batch.key))
             started = time.perf_counter()
             finished = self.runner.run(batch)
             self.scheduler.record(batch, time.perf_counter() - started)
@@ -97,21 +97,21 @@ class Worker:
         batch = self.schedule(is_running=pending is not None)
         launched = self.launch(batch) if batch is not None else None
         if pending is not None:
-            self._do(".".join(pending.batch.key))
+            self._enter(".".join(pending.batch.key))
             self.route(finish(pending, self.modules))
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
             live = [work for work in batch.works if not work.is_cancelled and not work.request.is_dead]
             if live:
-                self._do(".".join(batch.key))
+                self._enter(".".join(batch.key))
                 self.route(self.runner.run(Batch(batch.key, live)))
         self.report()
         return launched
 
     def launch(self, batch: Batch) -> Step | None:
         """Launch a batch; None if it raised."""
-        self._do(".".join(batch.key))
+        self._enter(".".join(batch.key))
         started = time.perf_counter()
         try:
             return self.runner.launch(batch)
@@ -131,7 +131,7 @@ class Worker:
                 self._report_leaks()
         self._doing = None
         messages = self.end.receive(timeout_s)
-        self._do("the worker's own work between two steps")
+        self._enter("the worker's own work between two steps")
         for message in messages:
             if isinstance(message, Shutdown):
                 self.is_stopped = True
@@ -209,7 +209,7 @@ class Worker:
             },
         )
 
-    def _do(self, step: str) -> None:
+    def _enter(self, step: str) -> None:
         self._doing = (step, time.monotonic())
 
     def _watch(self, is_over: threading.Event) -> None:

@@ -240,7 +240,7 @@ def test_openai_raises_its_own_errors(official: openai.OpenAI, served: Any) -> N
     with pytest.raises(openai.NotFoundError) as missing:
         create(model="gpt-4o-mini-tts", voice="tara", input="Hello.")
     assert missing.value.code == "model_not_found" and missing.value.type == "not_found_error"
-    with served.http(api_keys=("right",)) as locked:
+    with served.http(api_key=("right",)) as locked:
         stranger = openai.OpenAI(base_url=f"{locked}/v1", api_key="wrong", max_retries=0)
         with stranger, pytest.raises(openai.AuthenticationError):
             stranger.models.list()

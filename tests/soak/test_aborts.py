@@ -1,0 +1,159 @@
+"""Clients that hang up by the hundred, at any moment: memory, files, threads, pages, slots and tasks stay flat.
+
+How memory is measured: glibc keeps freed memory in arenas, one per thread, and gives it back when it likes. So the
+server gets few arenas and gives back soon (environment below); aborts come in rounds of the same mix; after each round
+the server is idle and its resident memory is read; the first rounds warm caches up and are left out; and the slope is
+the median of the slopes between all pairs of the other rounds (Theil and Sen), which single jumps do not move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import random
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from serve_process import ServeProcess
+from served import Served, wait_until
+
+logger = logging.getLogger(__name__)
+
+ABORTS_A_ROUND = 25
+WARM_UP_ROUNDS = 8
+ROUNDS = 20  # after them: 500 aborts
+MOST_BYTES_EACH = 1024
+AT_ONCE = 8
+STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+GAUGES = (
+    "mstar_requests_running", "mstar_requests_waiting", "mstar_kv_pages_used", "mstar_slot_rows_used",
+    "mstar_kv_swapped",
+)  # fmt: skip
+
+
+def bodies(plugin: str, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """A request that goes on until it is hung up on."""
+    text = " ".join(chance.choices(["sea", "stone", "apple", "never", "again"], k=chance.randint(1, 60)))
+    is_streamed = chance.random() < 0.6
+    if plugin == "orpheus" and chance.random() < 0.7:
+        more = chance.choice([{}, {"response_format": "mp3"}, {"stream_format": "sse"}, {"speed": 1.5}])
+        body = {"input": text, "ignore_eos": True, "stream": is_streamed} | more
+        if "stream_format" in more:
+            del body["stream"]
+        return "/v1/audio/speech", body
+    params: dict[str, Any] = {"ignore_eos": True}
+    if plugin == "echo":
+        params |= {"max_tokens": 300, "n": chance.randint(1, 3), "temperature": 1.0}
+        if chance.random() < 0.5:
+            params = {"kind": "sleep", "sleep_s": 0.02, "steps": 1000}
+    task = "trouble" if "kind" in params else None
+    return "/v1/generate", {
+        "task": task, "inputs": [{"type": "text", "text": text[:100]}], "params": params, "stream": is_streamed
+    }  # fmt: skip
+
+
+def hang_up(address: tuple[str, int], *, plugin: str, seed: int) -> None:
+    """Send a request, wait for a while or for some bytes, and reset the connection."""
+    chance = random.Random(seed)
+    path, body = bodies(plugin, chance)
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(address, timeout=30) as connection:
+        whole = f"{head}\r\n\r\n".encode() + content
+        if chance.random() < 0.1:
+            whole = whole[: chance.randrange(len(whole))]  # in the middle of sending
+        connection.sendall(whole)
+        if (body.get("stream") or "stream_format" in body) and whole.endswith(content) and chance.random() < 0.5:
+            connection.recv(chance.choice([1, 4096, 65536]))
+        else:
+            time.sleep(chance.choice([0, 0.005, 0.02, 0.05, 0.1, 0.2]))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def slope(values: list[int], *, each: int) -> float:
+    """Theil and Sen's: the median over all pairs, per abort."""
+    pairs = itertools.combinations(enumerate(values), 2)
+    return statistics.median((later - sooner) / (j - i) for (i, sooner), (j, later) in pairs) / each
+
+
+@pytest.fixture(params=["orpheus", "echo"])
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServeProcess]]:
+    flags = ("--plugin", request.param, "--max-model-len", "512", "--max-num-seqs", "4")
+    if request.param == "orpheus":
+        flags = (*flags, "--kv-cache-memory-bytes", "2MiB", "--block-size", "16")
+    with ServeProcess(*flags, environment=STEADY_MEMORY) as server:
+        yield request.param, server
+
+
+def idle(server: ServeProcess) -> dict[str, float]:
+    """The server's numbers once it holds nothing."""
+    found: dict[str, float] = {}
+
+    def is_idle() -> bool:
+        nonlocal found
+        found = server.metrics()
+        return not any(found[name] for name in GAUGES)
+
+    wait_until(is_idle, timeout_s=30, what=lambda: {name: found[name] for name in GAUGES})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_five_hundred_aborts_leave_nothing_behind(server: tuple[str, ServeProcess]) -> None:
+    plugin, process = server
+    host, _, port = process.url.removeprefix("http://").partition(":")
+    seeds, resident, files, threads = itertools.count(), [], [], []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in range(WARM_UP_ROUNDS + ROUNDS):
+            works = [
+                pool.submit(hang_up, (host, int(port)), plugin=plugin, seed=next(seeds)) for _ in range(ABORTS_A_ROUND)
+            ]
+            for work in works:
+                work.result(60)
+            idle(process)
+            resident.append(process.resident_bytes)
+            files.append(process.num_files)
+            threads.append(process.num_threads)
+    found = idle(process)
+    steady = resident[WARM_UP_ROUNDS:]
+    grown = slope(steady, each=ABORTS_A_ROUND)
+    logger.info("%s", f"{plugin}: {grown:.0f} bytes an abort; resident MiB: {[round(r / 2**20, 1) for r in resident]}")
+    assert found["mstar_requests_total"] > ABORTS_A_ROUND * ROUNDS // 2, "too few requests got as far as the engine"
+    assert grown < MOST_BYTES_EACH, resident
+    assert max(files[-5:]) <= max(files[:WARM_UP_ROUNDS]) + 2, files
+    assert max(threads[-5:]) <= max(threads[:WARM_UP_ROUNDS]) + 2, threads
+    assert httpx.get(f"{process.url}/health").status_code == 200
+    spoken = httpx.post(f"{process.url}/v1/audio/speech", json={"input": "Hello."}, timeout=60)
+    assert spoken.status_code == 200 and spoken.content.startswith(b"RIFF")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_aborts_leave_no_task_on_the_event_loop() -> None:
+    async def num_tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    served = Served(plugin="echo", max_num_seqs=4)
+    try:
+        with served.http() as url, ThreadPoolExecutor(AT_ONCE) as pool:
+            host, _, port = url.removeprefix("http://").partition(":")
+            before = served.run(num_tasks())
+            for first in range(0, 100, 25):
+                seeds = range(first, first + 25)
+                list(pool.map(lambda seed: hang_up((host, int(port)), plugin="echo", seed=seed), seeds))
+            served.assert_clean()
+            wait_until(lambda: served.run(num_tasks()) <= before, what=lambda: served.run(num_tasks()))
+    finally:
+        served.close()
