@@ -27,7 +27,7 @@ OWN_FLAGS = {
     "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
     "bench": set(),
     "cache": set(),
-    "graph": {"--format", "--model", "--output", "--plugin"},
+    "graph": {"--format", "--model", "--output", "--plans", "--plugin"},
     "plugins": {"--json"},
     "doctor": {"--host", "--model", "--plugin", "--port"},
 }
@@ -365,6 +365,15 @@ def test_graph_draws_in_the_style_of_the_file_s_suffix(run: Run, tmp_path: Path)
     for name, beginning in (("g.svg", "<svg"), ("g.mmd", "flowchart"), ("g.txt", "")):
         assert run("graph", "--plugin", "parrot", "-o", str(tmp_path / name))[0] == 0
         assert beginning in (tmp_path / name).read_text()
+
+
+def test_graph_prints_the_plans_of_loops(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("graph", "--plugin", "echo", "--plans")
+    assert code == 0
+    assert "walk frames, loop 'frames' (at most max_frames times)\n  one method: lm.frame, depth.start, 3 × " in out
+    assert "walk branches, loop (rounds times)\n  not fused: loop (steps times) in it has a count that is no " in out
+    assert run("graph", "--plugin", "echo", "--plans", "-o", str(tmp_path / "plans.txt"))[0] == 0
+    assert (tmp_path / "plans.txt").read_text().startswith("walk generate, loop (at most max_tokens times)\n")
 
 
 @pytest.mark.usefixtures("parrot")

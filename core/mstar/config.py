@@ -181,6 +181,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
+    enforce_eager: bool = _setting(_boolean, False, "run every method alone as written, no fused loops; slower")
     attention_backend: str = _setting(
         _text, "auto", "kernel of attention; auto: the fastest that works here", choices=ATTENTION_BACKENDS
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from mstar.ipc.messages import Abort, Begin, Close, DropSession, Emit, Failed, Open, StopAt, WalkDone
@@ -174,12 +175,14 @@ def test_items_of_nested_eaches_reach_a_fed_lane_whole_and_in_order(parts: Calla
     assert {message.lane for message in worker.messages(WalkDone)} == {"main", "taking"}
 
 
-def test_short_turns_are_what_going_through_the_ops_gives(parts: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_short_turns_are_what_going_through_the_ops_gives(parts: Callable[..., Any], enforce_eager: bool) -> None:
     """Same messages in the same order, and the same batches, whether or not a loop of one method is turned at once."""
 
     def run(*, with_short_turns: bool) -> tuple[list[Any], list[Any]]:
-        worker = parts()
-        assert {op.target for op in worker.router.short_turns} >= {"lm.decode", "depth.step"}
+        worker = parts(enforce_eager=enforce_eager)
+        inner = "depth.step" if enforce_eager else "lm.frame, depth.start, 3 × depth.step, depth.sum"
+        assert {op.target for op in worker.router.short_turns} >= {"lm.decode", inner}
         if not with_short_turns:
             worker.router.short_turns = set()
         worker.open("generate", "until the limit", max_tokens=5, n=2, seed=1, temperature=1.0)

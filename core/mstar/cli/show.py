@@ -61,11 +61,12 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
 @options.only(config.EngineConfig, "plugin")
 @click.option("--model", help="draw for this checkpoint: a folder, a hub id or 'tiny'  [default: the published one]")
 @click.option(
-    "--format", "style", type=click.Choice(["text", "mermaid", "svg"]), help="[default: by FILE's suffix, else text]"
+    "--format", "style", type=click.Choice(["text", "mermaid", "svg", "plans"]), help="[default: by suffix, or text]"
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="write to FILE")
+@click.option("--plans", "style", flag_value="plans", help="show which loops run as one method; --format plans")
 def graph(plugin: str | None, model: str | None, style: str | None, output: Path | None) -> None:
-    """Draw a model's nodes, walks and streams."""
+    """Draw a model's nodes, walks and streams, or print its loops' plans."""
     from mstar.plugin import draw, loader
     from mstar.plugin.validate import validate
 
@@ -78,7 +79,7 @@ def graph(plugin: str | None, model: str | None, style: str | None, output: Path
     style = style or (_SUFFIXES.get(output.suffix, "text") if output else "text")
     declared = spec.graph(configuration)
     validate(declared, spec)
-    drawing = {"text": draw.text, "mermaid": draw.mermaid, "svg": draw.svg}[style](declared)
+    drawing = draw.plans(declared, spec) if style == "plans" else getattr(draw, style)(declared)
     if output is None:
         click.echo(drawing)
     else:

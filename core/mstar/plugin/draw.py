@@ -1,4 +1,4 @@
-"""Prints a graph: an outline, a Mermaid flowchart, or an SVG. All three show one tree of boxes.
+"""Prints a graph: an outline, a Mermaid flowchart, or an SVG, which show one tree of boxes; and its loops' plans.
 
 Used by `mstar graph`. Expects a graph that `validate` accepts; imports no torch.
 """
@@ -12,6 +12,9 @@ from html import escape
 from typing import Any, Literal
 
 from mstar.plugin import graph as parts
+from mstar.plugin.fuse import Hooks, fuse_all
+from mstar.plugin.program import compile_graph
+from mstar.plugin.spec import ModelSpec, load_object
 from mstar.plugin.states import Start, Then
 
 # ---- words ----------------------------------------------------------------------------------------------
@@ -152,6 +155,12 @@ def text(graph: parts.Graph) -> str:
     """An outline of nodes, walks, streams and states."""
     sections, _ = _drawing(graph)
     return "".join(f"{line}\n" for section in sections if section.children for line in _outline(section, ""))
+
+
+def plans(graph: parts.Graph, spec: ModelSpec) -> str:
+    """What becomes of every loop. Imports the plugin's nodes, which say what hooks they have."""
+    nodes = {node.module: load_object(spec.nodes[node.module], plugin=spec.name) for node in graph.nodes}
+    return "\n".join(map(str, fuse_all(compile_graph(graph), Hooks.of(graph, nodes))[1])) + "\n"
 
 
 def _outline(box: _Box, indent: str) -> Iterator[str]:

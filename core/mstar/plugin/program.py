@@ -19,7 +19,7 @@ MethodKey = tuple[str, str]
 class Run:
     """Run one method, then go on at the next op.
 
-    `free_ports`: row inputs of any shape, which tasks must agree on to batch.
+    `free_ports`: row inputs of any shape, which tasks must agree on to batch. `unit`: the methods it runs in truth.
     """
 
     node: str
@@ -33,6 +33,32 @@ class Run:
     target: str = ""
     has_tokens: bool = False
     free_ports: tuple[str, ...] = ()
+    unit: Unit | None = None
+
+    @property
+    def counts(self) -> tuple[tuple[str, int], ...]:
+        """How often it runs each "node.method", for the request's counters."""
+        return self.unit.counts if self.unit is not None else ((self.target, 1),)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The methods it runs: itself, unless it is a unit."""
+        return self.unit.runs if self.unit is not None else (self,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Methods that run as one, see `plugin.fuse`. Port p of `runs[i]` is port "i.p" of the unit's own method.
+
+    Args:
+        steps: (index into `runs`, iteration of its loop inside the unit; None: that of the loop around it), in order.
+        modules: those of its methods, once each.
+    """
+
+    runs: tuple[Run, ...]
+    steps: tuple[tuple[int, int | None], ...]
+    modules: tuple[str, ...]
+    counts: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,8 +52,8 @@ def _predict(cursor: Cursor, work: Work, step: Step, scheduler: Scheduler, *, in
     if found is None:
         return None
     op, iteration, absent = found
-    module = scheduler.modules[op.key[0]]
-    if module.node.host_state is not None and op.method.name in module.prepare:
+    modules = [(scheduler.modules[run.key[0]], run.method.name) for run in op.runs]
+    if any(module.node.host_state is not None and method in module.prepare for module, method in modules):
         return None
     inputs = _inputs(cursor, op, work, step, index=index, absent=absent)
     if inputs is None:

@@ -18,7 +18,7 @@ from mstar.plugin.graph import Method, Port
 from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
-from mstar.worker.state import Batched, Work
+from mstar.worker.state import Batched, Work, add_counts
 
 _attributes = attrgetter("row", "iteration", "draw_key", "position", "length", "sequence")  # as `Columns` has them
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -50,13 +50,20 @@ class Columns(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """A batch that has been launched, and its outputs on the device."""
+    """A batch that has been launched, and its outputs on the device.
+
+    Args:
+        row_ids: ids that rows wrote, told to the pool at the finish.
+        parts: of a fused unit, the steps of its methods with a `finish` hook, whose ports are the unit's with `prefix`.
+    """
 
     batch: Batch
     outputs: dict[str, Any]
     starts: list[int]
     columns: Columns
-    row_ids: Tensor | None  # ids that rows wrote, told to the pool at the finish
+    row_ids: Tensor | None
+    parts: list[Step] = field(default_factory=list)
+    prefix: str = ""
 
 
 def finish(step: Step, modules: Modules) -> Finished:
@@ -89,7 +96,9 @@ def _finish(step: Step, modules: Modules, index: list[int]) -> Finished:
         return result
     columns: dict[str, list[Any]] = {}
     given: list[dict[str, Any]] = []
-    if op.method.name in module.finish:
+    if step.parts:
+        index, given = _finish_parts(step, modules, index, result)
+    elif op.method.name in module.finish:
         with module.timed(op.method.name):
             whole = _call_hook(step, module, op.method, index)
             if whole is None:
@@ -104,6 +113,30 @@ def _finish(step: Step, modules: Modules, index: list[int]) -> Finished:
         values |= own
     result.done += zip([works[i] for i in index], rows or [{}] * len(index), strict=True)
     return result
+
+
+def _finish_parts(
+    step: Step, modules: Modules, index: list[int], result: Finished
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Call a unit's hooks in order: (those of `index` that go on, what each was given in place of its outputs)."""
+    given: dict[int, dict[str, Any]] = {i: {} for i in index}
+    for part in step.parts:
+        tasks, method = part.batch.works, part.batch.works[0].op.method
+        module = modules[part.batch.key[0]]
+        with module.timed(method.name):
+            whole = _call_hook(part, module, method, index)
+            if whole is None:
+                index, own = _call_hook_by_task(part, module, method, index, result)
+            else:
+                own = [{name: column[at] for name, column in whole.items()} for at in range(len(index))]
+        for i, values in zip(index, own, strict=True):
+            work, task, prefix = step.batch.works[i], tasks[i], part.prefix
+            kept = {name: value for name, value in given[i].items() if not name.startswith(prefix)}
+            given[i] = kept | {prefix + name: value for name, value in values.items()}
+            work.stop_reason = task.stop_reason or work.stop_reason
+            work.error = work.error or task.error
+            add_counts(work.counts, task.counts.items())
+    return index, [given[i] for i in index]
 
 
 def _is_ending(step: Step, method: Method, i: int, work: Work, result: Finished) -> bool:

@@ -19,8 +19,10 @@ from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
 from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key
+from mstar.plugin.fuse import Hooks, fuse_all
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import Node
+from mstar.plugin.program import Program, compile_graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.types import SamplingParams
 from mstar.worker.kv_pool import KVPool, Sequence
@@ -122,6 +124,13 @@ class Modules:
 
     def __getitem__(self, name: str) -> Module:
         return self.by_name[name]
+
+    def compile(self, graph: Graph) -> dict[str, Program]:
+        """Walk name -> the program to run it by: loops fused, unless that is off."""
+        programs = compile_graph(graph)
+        if self.config.enforce_eager:
+            return programs
+        return fuse_all(programs, Hooks.of(graph, {name: module.node for name, module in self.by_name.items()}))[0]
 
     # ---- loading ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from mstar.errors import PluginError, RequestError
 from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import StreamChunk
-from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split, compile_graph
+from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split
 from mstar.plugin.spec import ModelSpec
 from mstar.types import Path
 from mstar.worker.ahead import adopts
@@ -24,7 +24,7 @@ from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends
 from mstar.worker.modules import Modules
 from mstar.worker.output import Output, mirrored, to_device, to_host
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, plain
+from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, add_counts, plain
 from mstar.worker.streams import StreamBuffer
 
 log = logging.getLogger("mstar.worker")
@@ -40,7 +40,7 @@ class Router:
         self.graph = graph
         self.modules = modules
         self.scheduler = scheduler
-        self.programs = compile_graph(graph)
+        self.programs = modules.compile(graph)
         self.short_turns = {op for program in self.programs.values() for op in short_turns(program)}
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
@@ -439,9 +439,8 @@ class Router:
         try:
             if work.error is not None:
                 raise work.error
-            request.counters[op.target] = request.counters.get(op.target, 0) + 1
-            for name, amount in work.counts.items():
-                request.counts[name] = request.counts.get(name, 0) + amount
+            add_counts(request.counters, op.counts)
+            add_counts(request.counts, work.counts.items())
             for port, value in op.outputs:
                 if port in values:
                     cursor.env[value] = values[port]

@@ -7,7 +7,7 @@ by task to find whose fault it was.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -18,17 +18,15 @@ from torch import Tensor
 from mstar.config import EngineConfig
 from mstar.errors import PluginError
 from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend, decode_plan
-from mstar.layers.sampling import sample, unsample
 from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import MethodKey
 from mstar.worker.finish import Columns, Finished, Step, explain, finish
+from mstar.worker.fused import run_unit
+from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain, settled
-
-Draws = list[tuple[str, Tensor, Tensor]]
-"""(sampler, rows, ids) of every `ctx.sample` of a step."""
 
 MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
 
@@ -48,7 +46,7 @@ class Runner:
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
-        self._layouts: dict[tuple[MethodKey, int], _BatchLayout] = {}  # of methods whose rows are alike
+        self._layouts: dict[tuple[MethodKey, int], BatchLayout] = {}  # of methods whose rows are alike
         self._stacked: dict[tuple[MethodKey, str], tuple[list[Any], Tensor]] = {}  # a port's last values, as a batch
 
     def run(self, batch: Batch) -> Finished:
@@ -74,62 +72,67 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Step:
         """Prepare, collate and call the method; then count what it wrote. Undone if it raises."""
-        name, method_name = batch.key
-        module, works = self.modules[name], batch.works
-        method = works[0].op.method
-        plan = self._prepare(module, method_name, works)
-        layout = self._layout(batch.key, works)
-        self._check_plan(batch, plan, layout)
-        draws: Draws = []
-        columns = Columns.of(works)
-        context = self._context(module, works, plan, layout, columns, draws)
-        inputs = {port.name: self._collate(port, works, layout, context) for port in method.inputs}
-        saved = module.slots.save(context.rows) if module.slots.tensors else None
+        works, module = batch.works, self.modules[batch.key[0]]
+        method, layout, columns = works[0].op.method, self._layout(batch.key, works), Columns.of(works)
+        traces = Traces()
+        run = self._run_method if works[0].op.unit is None else partial(run_unit, self)
         try:
-            with module.timed(method_name, calls=1, rows=len(works)):
-                outputs = module.methods[method_name](context, **inputs)
-            self._check(module, method, outputs, layout)
+            launched = run(batch, layout, columns, traces)
         except BaseException:
-            self._undo(module, draws, saved, context.rows)
+            traces.undo()
             raise
+        plan = launched.plan
         self._commit(module, method, works, plan, layout, columns)
         ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
-        row_ids = inputs[ids_port][: len(works)] if ids_port is not None else None
+        row_ids = launched.inputs[ids_port][: len(works)] if ids_port is not None else None
         if self.overlap:
             for index, work in enumerate(works):
                 work.scope.tenant.in_flight += 1
-                work.undo = partial(self._undo_work, module, work, index, plan, draws, saved)
-        return Step(batch, outputs, layout.starts, columns, row_ids)
+                work.undo = partial(self._undo_work, work, index, plan, traces)
+        return Step(batch, launched.outputs, layout.starts, columns, row_ids, launched.parts)
 
-    def _layout(self, key: MethodKey, works: list[Work]) -> _BatchLayout:
+    def _run_method(self, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched:
+        works, (name, method_name) = batch.works, batch.key
+        module, method = self.modules[name], works[0].op.method
+        plan = self.prepare(batch, layout)
+        context = self.context(module, works, plan, layout, columns, traces)
+        inputs = {port.name: self.collate(port, works, layout, context) for port in method.inputs}
+        traces.save(module.slots, context.rows)
+        with module.timed(method_name, calls=1, rows=len(works)):
+            outputs = module.methods[method_name](context, **inputs)
+        self.check(module, method, outputs, layout)
+        return Launched(outputs, inputs, plan)
+
+    def _layout(self, key: MethodKey, works: list[Work]) -> BatchLayout:
         method = works[0].op.method
         if method.has_tokens:
-            return _BatchLayout(method, works, align=self.align)
+            return BatchLayout(method, works, align=self.align)
         found = self._layouts.get((key, len(works)))
         if found is None:
-            found = self._layouts[(key, len(works))] = _BatchLayout(method, works, align=self.align)
+            found = self._layouts[(key, len(works))] = BatchLayout(method, works, align=self.align)
         return found
 
-    def _prepare(self, module: Module, method: str, works: list[Work]) -> Plan:
-        hook = module.prepare.get(method)
+    def prepare(self, batch: Batch, layout: BatchLayout) -> Plan:
+        """What a method's hook plans for a batch."""
+        module, works = self.modules[batch.key[0]], batch.works
+        hook = module.prepare.get(batch.key[1])
         if hook is None:
             return _EMPTY_PLAN
         for work in works:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
-        with module.timed(method):
-            return hook(works) or _EMPTY_PLAN
-
-    @staticmethod
-    def _check_plan(batch: Batch, plan: Plan, layout: _BatchLayout) -> None:
+        with module.timed(batch.key[1]):
+            plan: Plan = hook(works) or _EMPTY_PLAN
         where = ".".join(batch.key)
-        if plan.advance is not None and len(plan.advance) != len(batch.works):
-            raise PluginError(f"{where}: Plan.advance has {len(plan.advance)} entries for {len(batch.works)} tasks")
+        if plan.advance is not None and len(plan.advance) != len(works):
+            raise PluginError(f"{where}: Plan.advance has {len(plan.advance)} entries for {len(works)} tasks")
         if plan.positions is not None and plan.positions.shape[0] != layout.starts[-1]:
             raise PluginError(f"{where}: Plan.positions has {plan.positions.shape[0]} rows; {layout.starts[-1]} tokens")
+        return plan
 
-    def _context(
-        self, module: Module, works: list[Work], plan: Plan, layout: _BatchLayout, columns: Columns, draws: Draws
+    def context(
+        self, module: Module, works: list[Work], plan: Plan, layout: BatchLayout, columns: Columns, traces: Traces
     ) -> Context:
+        """What the works' method sees besides its ports."""
         kv = works[0].op.method.kv
         device, padding = self.device, (0,) * layout.num_padding
         numbers: dict[str, tuple[float, ...]] = {
@@ -152,24 +155,27 @@ class Runner:
             rows=given["rows"],
             iteration=given["iteration"],
             draw_keys=given["draw_keys"],
-            sample=partial(_draw, module, works, given.get("draw_rows", given["rows"]), draws),
+            sample=partial(draw, module, works, given.get("draw_rows", given["rows"]), traces),
             slots=module.slots.tensors,
-            plan={name: self._padded(tensor.to(device), works, layout) for name, tensor in plan.tensors.items()},
+            plan=self.planned(plan, works, layout),
         )
         if kv is not None:
             context.kv = self._kv_batch(module, kv, works, layout, columns, given.get("slots"))
         return context
 
+    def planned(self, plan: Plan, works: list[Work], layout: BatchLayout) -> dict[str, Tensor]:
+        """Planned tensors on the device; those with one row per task or token are padded as the ports are."""
+        return {name: self._padded(tensor.to(self.device), works, layout) for name, tensor in plan.tensors.items()}
+
     @staticmethod
-    def _padded(tensor: Tensor, works: list[Work], layout: _BatchLayout) -> Tensor:
-        """A planned tensor with one row per task or token, padded as the ports are."""
+    def _padded(tensor: Tensor, works: list[Work], layout: BatchLayout) -> Tensor:
         if layout.num_padding and tensor.dim() and tensor.shape[0] in (len(works), layout.starts[-1]):
             size = layout.num_rows if tensor.shape[0] == len(works) else layout.num_tokens
-            return _repeat_last(tensor, size - tensor.shape[0])
+            return repeat_last(tensor, size - tensor.shape[0])
         return tensor
 
     def _kv_batch(
-        self, module: Module, kv: KV, works: list[Work], layout: _BatchLayout, columns: Columns, slots: Tensor | None
+        self, module: Module, kv: KV, works: list[Work], layout: BatchLayout, columns: Columns, slots: Tensor | None
     ) -> KVBatch:
         pool = module.pool
         assert pool is not None
@@ -201,11 +207,11 @@ class Runner:
         )
         return KVBatch(attention, pool.keys, pool.values, self.backend)
 
-    def _positions(self, works: list[Work], plan: Plan, layout: _BatchLayout) -> Tensor:
+    def _positions(self, works: list[Work], plan: Plan, layout: BatchLayout) -> Tensor:
         if plan.positions is not None:
             positions = plan.positions.to(self.device)
             missing = layout.num_tokens - positions.shape[0]
-            return _repeat_last(positions, missing)
+            return repeat_last(positions, missing)
         starts = np.array([w.position for w in works] + [0.0] * layout.num_padding)
         if not layout.is_single:
             starts = np.concatenate(
@@ -216,7 +222,8 @@ class Runner:
 
     # ---- collate and split ------------------------------------------------------------------------------
 
-    def _collate(self, port: Port, works: list[Work], layout: _BatchLayout, context: Context) -> Any:
+    def collate(self, port: Port, works: list[Work], layout: BatchLayout, context: Context) -> Any:
+        """A port's values as one batch; says in the context which are there."""
         values = [work.inputs.get(port.name) for work in works]
         if port.layout == "item":
             return [settled(v) for v in values]
@@ -225,18 +232,18 @@ class Runner:
         is_absent = [v is None for v in values]
         if any(is_absent):
             if all(is_absent):
-                context.present[port.name] = _everywhere(layout.num_rows, False, self.device)
+                context.present[port.name] = everywhere(layout.num_rows, False, self.device)
                 return None
             present = [not absent for absent in is_absent] + [False] * layout.num_padding
             context.present[port.name] = torch.tensor(present, device=self.device)
             example = torch.zeros_like(torch.as_tensor(next(plain(v) for v in values if v is not None)))
             values = [example if v is None else v for v in values]
         elif port.optional:
-            context.present[port.name] = _everywhere(layout.num_rows, True, self.device)
+            context.present[port.name] = everywhere(layout.num_rows, True, self.device)
         batch = self._stack(values, (works[0].key, port.name))
         if layout.num_padding:
-            batch = _repeat_last(batch, layout.num_padding)
-        return self._cast(port, batch)
+            batch = repeat_last(batch, layout.num_padding)
+        return self.cast(port, batch)
 
     def _stack(self, values: list[Any], port: tuple[MethodKey, str]) -> Tensor:
         """Rows side by side; without copying where they lie so already, or are the very ones of the last step."""
@@ -257,7 +264,7 @@ class Runner:
         return batch
 
     def _collate_tokens(
-        self, port: Port, works: list[Work], values: list[Any], layout: _BatchLayout, context: Context
+        self, port: Port, works: list[Work], values: list[Any], layout: BatchLayout, context: Context
     ) -> Tensor | None:
         present = [plain(v) for v in values]
         if port.optional:
@@ -273,16 +280,17 @@ class Runner:
             for work, value in zip(works, present, strict=True)
         ]
         batch = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return self._cast(port, _repeat_last(batch, layout.num_tokens - batch.shape[0]))
+        return self.cast(port, repeat_last(batch, layout.num_tokens - batch.shape[0]))
 
-    def _cast(self, port: Port, batch: Tensor) -> Tensor:
+    def cast(self, port: Port, batch: Tensor) -> Tensor:
+        """A batch in the port's dtype."""
         if port.dtype == "float":
             dtype = self.modules.dtype
         else:
             dtype = getattr(torch, port.dtype)
         return batch if batch.dtype == dtype and batch.device == self.device else batch.to(self.device, dtype)
 
-    def _check(self, module: Module, method: Method, outputs: Any, layout: _BatchLayout) -> None:
+    def check(self, module: Module, method: Method, outputs: Any, layout: BatchLayout) -> None:
         """Outputs that do not fit their ports are the plugin's fault; say which."""
         where = f"{module.name}.{method.name}"
         if not isinstance(outputs, dict):
@@ -311,7 +319,7 @@ class Runner:
 
     @staticmethod
     def _commit(
-        module: Module, method: Method, works: list[Work], plan: Plan, layout: _BatchLayout, columns: Columns
+        module: Module, method: Method, works: list[Work], plan: Plan, layout: BatchLayout, columns: Columns
     ) -> None:
         """Count what was written. Ids that are rows may still be running; they are told at the finish."""
         kv, pool = method.kv, module.pool
@@ -328,92 +336,14 @@ class Runner:
             advance = plan.advance[i] if plan.advance is not None else None
             pool.commit(work.sequence, work.num_tokens, ids=ids, spans=work.content, advance=advance)
 
-    @staticmethod
-    def _undo(module: Module, draws: Draws, saved: Any, rows: Tensor) -> None:
-        """A method raised: nothing it drew or wrote to slots stays."""
-        for name, index, ids in reversed(draws):
-            unsample(module.slots.samplers[name], index, ids)
-        if saved is not None:
-            module.slots.restore(rows, saved)
-
     @torch.inference_mode()
-    def _undo_work(self, module: Module, work: Work, index: int, plan: Plan, draws: Draws, saved: Any) -> None:
-        """A launched step turned out to be late for one work: its draws, slot row and KV tokens are taken back."""
-        kv, pool = work.op.method.kv, module.pool
+    def _undo_work(self, work: Work, index: int, plan: Plan, traces: Traces) -> None:
+        """A launched step turned out to be late for one work: its draws, slot rows and KV tokens are taken back."""
+        kv, pool = work.op.method.kv, self.modules[work.key[0]].pool
         if kv is not None and kv.write and pool is not None and work.sequence is not None:
             advance = plan.advance[index] if plan.advance is not None else None
             pool.rollback(work.sequence, work.num_tokens, advance=advance)
-        at = slice(index, index + 1)
-        for name, rows, ids in reversed(draws):
-            unsample(module.slots.samplers[name], rows[at], ids[at])
-        if saved is not None:
-            rows = torch.tensor([work.row], device=self.device)
-            module.slots.restore(rows, {name: kept[at] for name, kept in saved.items()})
-
-
-class _BatchLayout:
-    """How a batch's tokens lie: rows, padding rows, ragged starts.
-
-    With `align` > 1 rows and tokens are padded to its multiples by rows that write to the scratch page and slot row.
-    """
-
-    __slots__ = (
-        "_tensors", "is_ragged", "is_single", "num_padding", "num_rows", "num_tokens",
-        "query_lens", "query_starts", "starts",
-    )  # fmt: skip
-
-    def __init__(self, method: Method, works: list[Work], *, align: int) -> None:
-        self.is_ragged = method.has_tokens
-        lens = [work.num_tokens for work in works] if method.kv is not None or self.is_ragged else [1] * len(works)
-        rows, tokens = len(lens), sum(lens)
-        self.starts = [0]
-        for n in lens:
-            self.starts.append(self.starts[-1] + n)
-        self.num_padding = 0
-        if align > 1 and any(port.layout != "item" for port in method.inputs):
-            if self.is_ragged:
-                missing = -tokens % align
-                self.num_padding = -rows % align or (align if missing else 0)
-                lens += [0] * (self.num_padding - 1) + [missing] if self.num_padding else []
-            else:
-                self.num_padding = -rows % align
-                lens += [lens[0]] * self.num_padding
-        self.num_rows = rows + self.num_padding
-        self.query_lens = np.array(lens, dtype=np.int32)
-        self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
-        np.cumsum(self.query_lens, out=self.query_starts[1:])
-        self.num_tokens = int(self.query_starts[-1])
-        self.is_single = bool((self.query_lens == 1).all())
-        self._tensors: tuple[Tensor, Tensor] | None = None
-
-    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(query_starts, last_tokens) as tensors, made once."""
-        if self._tensors is None:
-            last = np.maximum(self.query_starts[1:].astype(np.int64) - 1, 0)
-            self._tensors = torch.from_numpy(self.query_starts).to(device), torch.from_numpy(last).to(device)
-        return self._tensors
-
-
-def _draw(module: Module, works: list[Work], rows: Tensor, draws: Draws, name: str, logits: Tensor) -> Tensor:
-    """`ctx.sample`: remembers what it drew, so that it can be taken back."""
-    if name not in module.slots.samplers:
-        raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
-    if not all(name in work.request.info.samplers for work in works):
-        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
-    ids = sample(logits, module.slots.samplers[name], rows)
-    draws.append((name, rows, ids))
-    return ids
-
-
-@cache
-def _everywhere(num_rows: int, value: bool, device: torch.device) -> Tensor:
-    """(B,) bool, all alike."""
-    return torch.full((num_rows,), value, device=device)
-
-
-def _repeat_last(batch: Tensor, times: int) -> Tensor:
-    """Padding: the last row again."""
-    return torch.cat([batch, batch[-1:].expand(times, *batch.shape[1:])]) if times else batch
+        traces.undo(slice(index, index + 1))
 
 
 def _cut_spans(work: Work) -> Any:

@@ -235,6 +235,8 @@ class Scheduler:
         if row is None or work.is_rebuild:
             row = 0 if work.is_rebuild else self.modules.row(scope, module, work.request.info)
         work.row = row
+        for other in op.unit.modules if op.unit is not None else ():
+            self.modules.row(scope, other, work.request.info)
         if scope.states:
             work.state = scope.states.get(module)
         return True

@@ -61,6 +61,12 @@ def plain(value: Any) -> Any:
     return value.tensor if type(value) is Row else value
 
 
+def add_counts(counters: dict[str, int], counts: Iterable[tuple[str, int]]) -> None:
+    """Add amounts to counters by name."""
+    for name, amount in counts:
+        counters[name] = counters.get(name, 0) + amount
+
+
 def settled(value: Any) -> Any:
     """The value with no `Row` anywhere in it."""
     if isinstance(value, Mapping):

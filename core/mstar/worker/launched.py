@@ -1,0 +1,123 @@
+"""What the runner makes of a batch when it launches it: how its rows lie, what it gave, and how to take it back.
+
+Used for single methods and fused units alike. Knows works and modules; does not know walks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.errors import PluginError
+from mstar.layers.sampling import SamplingState, sample, unsample
+from mstar.plugin.graph import Method
+from mstar.plugin.nodes import Plan
+from mstar.worker.finish import Step
+from mstar.worker.modules import Module
+from mstar.worker.slots import SlotPool
+from mstar.worker.state import Work
+
+
+@dataclass(slots=True)
+class Launched:
+    """Outputs and inputs by port, the plan of the method with the KV, and steps of a unit's methods with a `finish`."""
+
+    outputs: dict[str, Any]
+    inputs: dict[str, Any]
+    plan: Plan
+    parts: list[Step] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Traces:
+    """What methods change besides their outputs.
+
+    Args:
+        draws: (sampler, rows, ids) of every `ctx.sample`.
+        saved: (slots, rows, what they held before).
+    """
+
+    draws: list[tuple[SamplingState, Tensor, Tensor]] = field(default_factory=list)
+    saved: list[tuple[SlotPool, Tensor, dict[str, Tensor]]] = field(default_factory=list)
+
+    def save(self, slots: SlotPool, rows: Tensor) -> None:
+        if slots.tensors:
+            self.saved.append((slots, rows, slots.save(rows)))
+
+    def undo(self, at: slice = slice(None)) -> None:
+        """Nothing that was drawn or written to slots stays, of these tasks."""
+        for state, rows, ids in reversed(self.draws):
+            unsample(state, rows[at], ids[at])
+        for slots, rows, held in self.saved:
+            slots.restore(rows[at], {name: values[at] for name, values in held.items()})
+
+
+class BatchLayout:
+    """How a batch's tokens lie: rows, padding rows, ragged starts.
+
+    With `align` > 1 rows and tokens are padded to its multiples by rows that write to the scratch page and slot row.
+    """
+
+    __slots__ = (
+        "_tensors", "is_ragged", "is_single", "num_padding", "num_rows", "num_tokens",
+        "query_lens", "query_starts", "starts",
+    )  # fmt: skip
+
+    def __init__(self, method: Method, works: list[Work], *, align: int) -> None:
+        self.is_ragged = method.has_tokens
+        lens = [work.num_tokens for work in works] if method.kv is not None or self.is_ragged else [1] * len(works)
+        rows, tokens = len(lens), sum(lens)
+        self.starts = [0]
+        for n in lens:
+            self.starts.append(self.starts[-1] + n)
+        self.num_padding = 0
+        if align > 1 and any(port.layout != "item" for port in method.inputs):
+            if self.is_ragged:
+                missing = -tokens % align
+                self.num_padding = -rows % align or (align if missing else 0)
+                lens += [0] * (self.num_padding - 1) + [missing] if self.num_padding else []
+            else:
+                self.num_padding = -rows % align
+                lens += [lens[0]] * self.num_padding
+        self.num_rows = rows + self.num_padding
+        self.query_lens = np.array(lens, dtype=np.int32)
+        self.query_starts = np.zeros(self.num_rows + 1, dtype=np.int32)
+        np.cumsum(self.query_lens, out=self.query_starts[1:])
+        self.num_tokens = int(self.query_starts[-1])
+        self.is_single = bool((self.query_lens == 1).all())
+        self._tensors: tuple[Tensor, Tensor] | None = None
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(query_starts, last_tokens) as tensors, made once."""
+        if self._tensors is None:
+            last = np.maximum(self.query_starts[1:].astype(np.int64) - 1, 0)
+            self._tensors = torch.from_numpy(self.query_starts).to(device), torch.from_numpy(last).to(device)
+        return self._tensors
+
+
+def draw(module: Module, works: list[Work], rows: Tensor, traces: Traces, name: str, logits: Tensor) -> Tensor:
+    """`ctx.sample`: remembers what it drew, so that it can be taken back."""
+    if name not in module.slots.samplers:
+        raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
+    if not all(name in work.request.info.samplers for work in works):
+        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
+    state = module.slots.samplers[name]
+    ids = sample(logits, state, rows)
+    traces.draws.append((state, rows, ids))
+    return ids
+
+
+@cache
+def everywhere(num_rows: int, value: bool, device: torch.device) -> Tensor:
+    """(B,) bool, all alike."""
+    return torch.full((num_rows,), value, device=device)
+
+
+def repeat_last(batch: Tensor, times: int) -> Tensor:
+    """Padding: the last row again."""
+    return torch.cat([batch, batch[-1:].expand(times, *batch.shape[1:])]) if times else batch
