@@ -226,7 +226,7 @@ def test_an_answer_without_sound_is_an_error() -> None:
         assert not answer.begins(TextChunk("a")) and not answer.begins(AudioChunk(TONE[:0], 24000))
         with pytest.raises(RequestError, match="without any audio") as caught:
             answer.headers(REQUEST, first=None, result=RESULT)
-        assert (caught.value.status, caught.value.code) == (500, "no_audio")
+        assert (caught.value.status, caught.value.code) == (400, "no_audio")
 
 
 def test_the_rate_of_the_file_is_told_where_it_is_not_the_models() -> None:

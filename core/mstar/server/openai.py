@@ -136,10 +136,12 @@ class SpeechForm(Form):
         if not isinstance(first, AudioChunk):
             limit = getattr(request.params, "max_tokens", None)
             if limit is not None and result is not None and result.finish_reason == "length":
-                message = f"max_tokens is {limit}, too few for any sound; raise it, or leave it out for no limit"
+                message = f"max_tokens is {limit}, and no sound came of so many; raise it, or sample less freely"
                 raise RequestError(message, param="max_tokens", code="no_audio")
-            message = "the model ended without any audio; try another seed or a longer input"
-            raise RequestError(message, status=500, code="no_audio")
+            message = (
+                "the model ended without any audio for this input and these parameters; try another seed, a longer "
+            )
+            raise RequestError(message + "input or a lower temperature", param="input", code="no_audio")
         return {"X-Sample-Rate": str(self._file(first).sample_rate), "X-Seed": str(request.seed)}
 
     def piece(self, chunk: Chunk) -> bytes:
