@@ -171,6 +171,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._is_over = True  # a response that ends later must not start a timer, which would keep all of this
         self._stop_waiting()
         if self._reading is not None:
             self._reading.cancel()
