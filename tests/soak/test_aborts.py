@@ -32,8 +32,8 @@ ABORTS_A_ROUND = 25
 WARM_UP_ROUNDS = 8
 ROUNDS = 20  # after them: 500 aborts
 MOST_BYTES_EACH = {"echo": 4096, "orpheus": 8192}
-"""Resident bytes an abort. 1024 is the aim; 0.7 to 1.8 kB and 2 to 3.3 kB were measured, less the longer it ran. Objects
-and allocations in use do not grow (compared over 500 aborts): it is the allocators that spread."""
+"""Resident bytes an abort. 1024 is the aim; 0.7 to 1.8 kB and 2 to 3.3 kB were measured, less the longer it ran.
+Objects and allocations in use do not grow (compared over 500 aborts): it is the allocators that spread."""
 AT_ONCE = 8
 STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 GAUGES = (
