@@ -17,7 +17,7 @@ from mstar.errors import ConfigError
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --device --max-model-len --max-num-seqs --max-num-batched-tokens
 --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant --enforce-eager
---attention-backend --seed
+--attention-backend --compile --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 """.split()
 SERVER_FLAGS = """

@@ -62,12 +62,14 @@ class CompiledCode:
         count = ctypes.c_size_t(len(entries))
         self._call("UpdateUserManagedConstantBufferPairs", self._container, pairs, count, *flags)
 
-    def boxed_run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def boxed_run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         given, made = (ctypes.c_void_p * len(inputs))(*_pointers(inputs)), self._outputs()
         with torch.no_grad():  # as torch's loader does
             if self._run(self._container, given, len(inputs), made, self._num_outputs, None, None):
                 self._fail()
-        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(one, None, None) for one in made])
+        handles = [_capsule(one, None, None) for one in made if one]
+        tensors = iter(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles))
+        return [next(tensors) if one else None for one in made]
 
     def _ask(self, name: str, kind: Any, *arguments: Any) -> Any:
         answer = kind()

@@ -185,6 +185,7 @@ class EngineConfig:
     attention_backend: str = _setting(
         _text, "auto", "kernel of attention; auto: the fastest that works here", choices=ATTENTION_BACKENDS
     )
+    compile: bool = _setting(_boolean, False, "compile methods, once for this machine; a CPU with a C++ compiler")
     seed: int | None = _setting(
         _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"
     )
@@ -201,6 +202,10 @@ class EngineConfig:
         _validate(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
+        if self.compile and self.enforce_eager:
+            raise ConfigError("--compile and --enforce-eager exclude each other; give one")
+        if self.compile and self.batch_invariant:
+            raise ConfigError("--compile cannot keep --batch-invariant: compiled code rounds otherwise; give one")
         if len(set(self.served_model_name)) != len(self.served_model_name):
             names = ", ".join(self.served_model_name)
             raise ConfigError(f"--served-model-name gives a name twice: {names}; give each once")

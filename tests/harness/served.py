@@ -27,6 +27,7 @@ from mstar.server.engine import Engine
 from mstar.worker.worker import Worker
 
 WAIT_S = 100.0
+START_S = 400.0  # some compile first
 
 
 class InspectedEnd:
@@ -73,7 +74,7 @@ class Served:
         self.engine: Engine
         self.worker: Worker
         try:
-            self.run(self._start())
+            self.run(self._start(), timeout_s=START_S)
         except BaseException:
             self._stop_loop()
             raise

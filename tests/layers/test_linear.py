@@ -33,8 +33,8 @@ def operands(rows: int, depth: int, width: int, dtype: torch.dtype) -> tuple[Ten
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With our kernel, and as on machines that cannot build it."""
     if request.param == "torch":
-        monkeypatch.setattr(linear_module, "_kernel", lambda dtype: (None, 0))
-    elif linear_module._kernel(torch.float32)[0] is None:
+        monkeypatch.setattr(linear_module, "kernel", lambda dtype: (None, 0))
+    elif linear_module.kernel(torch.float32)[0] is None:
         pytest.skip("no C++ compiler")
     return request.param
 

@@ -41,13 +41,13 @@ def function(source: Path, dtype: torch.dtype, arguments: Sequence[Any]) -> Call
 
 
 @functools.cache
-def library(source: Path) -> ctypes.CDLL | None:
-    """The kernels of a source file, built if this machine has not built them before.
+def library(source: Path, *, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | None:
+    """The kernels of a source file, built if this machine has not built them before; `mode` is of `ctypes.CDLL`.
 
     Returns None, after one warning, where they cannot be built: callers then use torch's own.
     """
     try:
-        return _open(source, compiler=environment().compiler, folder=environment().cache / "kernels")
+        return _open(source, compiler=environment().compiler, folder=environment().cache / "kernels", mode=mode)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         _logger.warning(
@@ -58,7 +58,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _open(source: Path, *, compiler: str, folder: Path) -> ctypes.CDLL:
+def _open(source: Path, *, compiler: str, folder: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     version = _run(compiler, "--version")
     identity = "\0".join((source.read_text(), _HEADER.read_text(), *_FLAGS, compiler, version, _processor()))
     target = folder / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
@@ -70,7 +70,7 @@ def _open(source: Path, *, compiler: str, folder: Path) -> ctypes.CDLL:
             # Linked without -fopenmp, to share the threads of torch's own OpenMP instead of starting a second team.
             _run(compiler, "-shared", compiled, "-o", linked)
             os.replace(linked, target)
-    return ctypes.CDLL(str(target))
+    return ctypes.CDLL(str(target), mode=mode)
 
 
 def _run(*command: str) -> str:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from mstar.errors import ConfigError
 from mstar.layers.kernels import function
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 ROWS = 16  # batches are padded to a multiple of it when they must be invariant
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
@@ -84,13 +85,13 @@ class Head(Linear):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
+def kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
     """Our kernel for a dtype, and the rows up to which to use it, as measured (benchmarks/LOG.md).
 
     In float32 it is no faster than torch's from 16 rows on and a quarter slower at 32, but up to there a decoded token
     then does not depend on its batch.
     """
-    entry = function(Path(__file__).with_suffix(".cpp"), dtype, _ARGUMENTS)
+    entry = function(SOURCE, dtype, _ARGUMENTS)
     if entry is None:
         return None, 0
     if dtype == torch.float32:
@@ -99,10 +100,10 @@ def _kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
 
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
-    kernel, most_rows = _kernel(x.dtype)
+    entry, most_rows = kernel(x.dtype)
     width, depth = weight.shape
     rows = x.numel() // depth
-    if kernel is None or (rows > most_rows and not invariant):
+    if entry is None or (rows > most_rows and not invariant):
         return _by_torch(x, weight, bias, invariant=invariant)
     operands = [x.contiguous(), weight.contiguous()] + ([] if bias is None else [bias.contiguous()])
     assert all(operand.dtype == x.dtype for operand in operands), f"input is {x.dtype}, weight {weight.dtype}"
@@ -110,7 +111,7 @@ def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> 
     out = x.new_empty((*x.shape[:-1], width))
     threads = torch.get_num_threads() if rows * width * depth > _SERIAL else 1
     pointers = [operand.data_ptr() for operand in operands] + ([None] if bias is None else [])
-    kernel(*pointers, out.data_ptr(), rows, width, depth, threads)
+    entry(*pointers, out.data_ptr(), rows, width, depth, threads)
     return out
 
 

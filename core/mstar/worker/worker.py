@@ -6,18 +6,20 @@ import logging
 import threading
 import time
 
-from mstar.config import EngineConfig
+from mstar.config import EngineConfig, environment
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import Beat, Dead, Ready, Shutdown, Stats
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
+from mstar.worker.compiled import Compilation, Compiler
 from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
+from mstar_compile_cache import Store
 
 log = logging.getLogger("mstar.worker")
 
@@ -54,6 +56,15 @@ class Worker:
         self.modules = Modules(self.spec, self.graph, checkpoint=self.checkpoint, config=self.config)
         self.scheduler = Scheduler(self.modules, config=self.config)
         self.runner = Runner(self.modules, config=self.config)
+        self.compilation = Compilation()
+        if self.config.compile:
+            compiler = Compiler(
+                self.modules,
+                plugin=self.spec.name,
+                attention=self.runner.backend.name,
+                store=Store(environment().cache / "compiled"),
+            )
+            self.compilation = compiler.run()
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
 
     def run(self) -> None:

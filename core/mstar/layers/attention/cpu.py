@@ -18,6 +18,7 @@ from mstar.layers.attention.plain import PlainBackend
 from mstar.layers.attention.plan import AttentionPlan, Pool
 from mstar.layers.kernels import function
 
+SOURCE = Path(__file__).with_name("attention.cpp")
 _ARGUMENTS = (*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 7, ctypes.c_float, ctypes.c_int)
 
 
@@ -46,7 +47,7 @@ class CpuBackend(PlainBackend):
             return super().paged(q, k, v, pool, plan, scale=scale, window=window)
         step = plan.derived.get("cpu")
         if step is None:
-            step = plan.derived["cpu"] = _step(plan)
+            step = plan.derived["cpu"] = step_of(plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         heads, dim = q.shape[1:]
         q, k, v = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (q, k, v))
@@ -58,10 +59,10 @@ class CpuBackend(PlainBackend):
 
 @functools.cache
 def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
-    return function(Path(__file__).with_name("attention.cpp"), dtype, _ARGUMENTS)
+    return function(SOURCE, dtype, _ARGUMENTS)
 
 
-def _step(plan: AttentionPlan) -> ctypes.Array[_Step]:
+def step_of(plan: AttentionPlan) -> ctypes.Array[_Step]:
     """The plan as the kernel reads it, while the plan lives."""
     arrays = plan.query_starts, plan.context_lens, plan.page_table, plan.visible_end, plan.slot_mapping
     assert all(array.is_contiguous() for array in arrays)

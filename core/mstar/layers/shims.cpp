@@ -1,0 +1,93 @@
+// Our operators as AOTInductor's code calls them: by torch's C interface for compiled code, without the dispatcher and
+// without Python, so that other threads go on meanwhile. What they need comes in `Given`, once: the kernels, torch's C
+// functions, and `draw`, which goes back to Python for the length of a draw.
+#include <cstdint>
+#include <initializer_list>
+
+struct Tensor;  // torch's AtenTensorOpaque
+struct Given {
+    void (*linear[2])(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
+    void (*attention[2])(const void*, const void*, const void*, const void*, void*, void*, void*, int64_t, int64_t,
+                         int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+    int32_t (*draw)(Tensor* logits, int64_t index, Tensor** out);
+    int32_t (*get_data_ptr)(Tensor*, void**);
+    int32_t (*get_dtype)(Tensor*, int32_t*);
+    int32_t (*get_dim)(Tensor*, int64_t*);
+    int32_t (*get_sizes)(Tensor*, int64_t**);
+    int32_t (*get_strides)(Tensor*, int64_t**);
+    int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor**);
+    int32_t (*new_tensor_handle)(Tensor*, Tensor**);
+};
+static Given given;
+extern "C" void set_given(const Given* values) { given = *values; }
+extern "C" int omp_get_max_threads();
+
+constexpr int32_t OK = 0, FAILED = 1, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
+constexpr int64_t SERIAL = 1 << 18, MOST_DIMS = 8;  // as in linear.py
+
+struct View {
+    char* data;
+    int32_t dtype;
+    int64_t dims, *sizes, *strides;
+    bool is_read;
+    explicit View(Tensor* tensor) {
+        is_read = !given.get_data_ptr(tensor, (void**)&data) && !given.get_dtype(tensor, &dtype) &&
+                  !given.get_dim(tensor, &dims) && !given.get_sizes(tensor, &sizes) &&
+                  !given.get_strides(tensor, &strides) && dims <= MOST_DIMS;
+    }
+    int64_t size(int64_t from, int64_t to) const {
+        int64_t product = 1;
+        for (int64_t i = from; i < to; i++) product *= sizes[i];
+        return product;
+    }
+    bool is_contiguous(int64_t from = 0) const {
+        int64_t expected = 1;
+        for (int64_t i = dims - 1; i >= from; expected *= sizes[i--])
+            if (sizes[i] != 1 && strides[i] != expected) return false;
+        return true;
+    }
+};
+static int32_t empty(const View& like, int64_t last, Tensor** out) {
+    int64_t sizes[MOST_DIMS], strides[MOST_DIMS], stride = 1;
+    for (int64_t i = like.dims - 1; i >= 0; i--) {
+        sizes[i] = i == like.dims - 1 ? last : like.sizes[i];
+        strides[i] = stride;
+        stride *= sizes[i];
+    }
+    return given.empty_strided(like.dims, sizes, strides, like.dtype, CPU, 0, out);
+}
+static bool is_ours(int32_t dtype) { return dtype == FLOAT32 || dtype == BFLOAT16; }
+
+extern "C" int32_t aoti_torch_cpu_linear(Tensor* x, Tensor* weight, Tensor** bias, int32_t, Tensor** out) {
+    const View a(x), w(weight);
+    if (!a.is_read || !w.is_read || !is_ours(a.dtype) || a.dtype != w.dtype || w.dims != 2) return FAILED;
+    if (!a.is_contiguous() || !w.is_contiguous() || a.sizes[a.dims - 1] != w.sizes[1]) return FAILED;
+    void* b = nullptr;
+    if (bias && *bias && given.get_data_ptr(*bias, &b)) return FAILED;
+    if (empty(a, w.sizes[0], out)) return FAILED;
+    const View y(*out);
+    const int64_t rows = a.size(0, a.dims - 1), width = w.sizes[0], depth = w.sizes[1];
+    const int threads = rows * width * depth > SERIAL ? omp_get_max_threads() : 1;
+    given.linear[a.dtype == BFLOAT16](a.data, w.data, b, y.data, rows, width, depth, threads);
+    return OK;
+}
+
+// `step`: the address of the plan as the kernel reads it, then those of each layer's keys and values.
+extern "C" int32_t aoti_torch_cpu_attend(Tensor* q, Tensor* k, Tensor* v, Tensor* step, int64_t layer, double scale,
+                                         int64_t window, Tensor** out) {
+    const View queries(q), keys(k), values(v), steps(step);
+    for (const View* one : {&queries, &keys, &values})
+        if (!one->is_read || one->dims != 3 || one->dtype != queries.dtype || !one->is_contiguous(1)) return FAILED;
+    if (!is_ours(queries.dtype) || !steps.is_read || empty(queries, queries.sizes[2], out)) return FAILED;
+    void* const* addresses = (void* const*)steps.data;
+    given.attention[queries.dtype == BFLOAT16](
+        addresses[0], queries.data, keys.data, values.data, addresses[1 + 2 * layer], addresses[2 + 2 * layer],
+        View(*out).data, queries.strides[0], keys.strides[0], values.strides[0], queries.sizes[1], keys.sizes[1],
+        queries.sizes[2], window, (float)scale, omp_get_max_threads());
+    return OK;
+}
+
+extern "C" int32_t aoti_torch_cpu_draw(Tensor* logits, Tensor**, int64_t index, Tensor** out) {
+    Tensor* mine = nullptr;  // the callee's to delete
+    return given.new_tensor_handle(logits, &mine) ? FAILED : given.draw(mine, index, out);
+}

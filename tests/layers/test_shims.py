@@ -1,0 +1,112 @@
+"""What compiled code calls gives, to the bit, what eager methods get; called by its C interface, nothing compiled."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mstar.errors import RequestError
+from mstar.layers import kernels, shims
+from mstar.layers.attention import KVBatch, build_plan, choose_backend
+from mstar.layers.linear import linear
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    if not shims.load():
+        pytest.skip("no C++ compiler")
+
+
+def call(name: str, *arguments: Any) -> Tensor | None:
+    """The result of a shim; None if it refuses its operands."""
+    library = kernels.library(shims.SOURCE, mode=ctypes.RTLD_GLOBAL)
+    assert library is not None
+    out = ctypes.c_void_p()
+    if getattr(library, f"aoti_torch_cpu_{name}")(*map(as_c, arguments), ctypes.byref(out)):
+        return None
+    (result,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([shims._capsule(out.value, None, None)])
+    return result  # type: ignore[no-any-return]
+
+
+def as_c(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        (handle,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([argument])
+        return ctypes.c_void_p(shims._pointer(handle, None))
+    return ctypes.c_double(argument) if isinstance(argument, float) else argument
+
+
+def optional(tensor: Tensor) -> Any:
+    return ctypes.byref(as_c(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (5,), (17,), (2, 3)])
+def test_a_linear_is_the_eager_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight, bias = torch.randn(*shape, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
+    plain, biased = call("linear", x, weight, None, 0), call("linear", x, weight, optional(bias), 0)
+    assert plain is not None
+    assert biased is not None
+    assert torch.equal(plain, linear(x, weight))
+    assert torch.equal(biased, linear(x, weight, bias))
+
+
+def test_operands_that_a_kernel_would_misread_are_refused() -> None:
+    x, weight = torch.randn(2, 8), torch.randn(4, 8)
+    assert call("linear", x.bfloat16(), weight, None, 0) is None
+    assert call("linear", x.double(), weight.double(), None, 0) is None
+    assert call("linear", torch.randn(8, 2).t(), weight, None, 0) is None
+    assert call("linear", torch.randn(2, 7), weight, None, 0) is None
+    q, step = torch.randn(2, 4, 8), torch.zeros(3, dtype=torch.int64)
+    assert call("attend", q.transpose(1, 2), q, q, step, 0, 1.0, 0) is None
+    assert call("attend", q, q.bfloat16(), q, step, 0, 1.0, 0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 3])
+def test_attention_of_a_layer_is_the_eager_one_and_writes_the_same(dtype: torch.dtype, window: int) -> None:
+    """Layer 1 of 2, rows of mixed lengths, keys and values that are parts of one tensor."""
+    torch.manual_seed(0)
+    pools = [[torch.randn(8, 2, 4, 16).to(dtype) for _ in range(2)] for _ in ("keys", "values")]
+    own = [[pool.clone() for pool in layers] for layers in pools]
+    plan = build_plan(
+        query_lens=np.ones(3, dtype=np.int32),
+        context_lens=np.array([0, 3, 9], dtype=np.int32),
+        page_table=np.array([[1, 0, 0], [2, 0, 0], [3, 4, 5]], dtype=np.int32),
+        page_size=4,
+        device="cpu",
+    )
+    merged = torch.randn(3, 4 + 2 + 2, 16).to(dtype)
+    q, k, v = merged.split((4, 2, 2), dim=1)
+    backend = choose_backend("cpu", "cpu")
+    right = KVBatch(plan, pools[0], pools[1], backend).attend(1, q, k, v, window=window)
+    addresses = shims.StepAddresses(num_layers=2)
+    batch = KVBatch(plan, own[0], own[1], backend)
+    result = call("attend", q, k, v, addresses.point(batch), 1, 16**-0.5, window)
+    assert result is not None
+    assert torch.equal(result, right)
+    for layers, expected in zip(own, pools, strict=True):
+        assert all(map(torch.equal, layers, expected))
+
+
+def test_a_draw_goes_back_to_python_and_its_error_comes_up() -> None:
+    logits, seen = torch.randn(3, 5), []
+
+    def draw(given: Tensor, index: int) -> Tensor:
+        seen.append(index)
+        if index == 7:
+            raise RequestError("no")
+        return given.argmax(-1)
+
+    with shims.draws_by(draw):
+        ids = call("draw", logits, None, 2)
+    assert ids is not None
+    assert ids.tolist() == logits.argmax(-1).tolist()
+    with pytest.raises(RequestError, match="no"), shims.draws_by(draw):
+        assert call("draw", logits, None, 7) is None
+        raise RuntimeError("compiled code failed")
+    assert seen == [2, 7]
