@@ -29,11 +29,10 @@ from served import Served, wait_until
 logger = logging.getLogger(__name__)
 
 ABORTS_A_ROUND = 25
-WARM_UP_ROUNDS = 8
-ROUNDS = 20  # after them: 500 aborts
-MOST_BYTES_EACH = {"echo": 4096, "orpheus": 8192}
-"""Resident bytes an abort. 1024 is the aim; 0.7 to 1.8 kB and 2 to 3.3 kB were measured, less the longer it ran.
-Objects and allocations in use do not grow (compared over 500 aborts): it is the allocators that spread."""
+WARM_UP_ROUNDS = {"echo": 30, "orpheus": 60}  # the codec's kernels are made once for every shape of a batch
+ROUNDS = 40  # after them: 1,000 aborts
+MOST_BYTES_EACH = 2048
+"""Resident bytes an abort. Measured: 470 (orpheus) and 200 to 680 (echo), against an aim of 1024; single runs vary."""
 AT_ONCE = 8
 STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 GAUGES = (
@@ -118,7 +117,7 @@ def test_five_hundred_aborts_leave_nothing_behind(server: tuple[str, ServeProces
     host, _, port = process.url.removeprefix("http://").partition(":")
     seeds, resident, files, threads = itertools.count(), [], [], []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        for _ in range(WARM_UP_ROUNDS[plugin] + ROUNDS):
             works = [
                 pool.submit(hang_up, (host, int(port)), plugin=plugin, seed=next(seeds)) for _ in range(ABORTS_A_ROUND)
             ]
@@ -129,13 +128,13 @@ def test_five_hundred_aborts_leave_nothing_behind(server: tuple[str, ServeProces
             files.append(process.num_files)
             threads.append(process.num_threads)
     found = idle(process)
-    steady = resident[WARM_UP_ROUNDS:]
+    steady = resident[WARM_UP_ROUNDS[plugin] :]
     grown = slope(steady, each=ABORTS_A_ROUND)
     logger.info("%s", f"{plugin}: {grown:.0f} bytes an abort; resident MiB: {[round(r / 2**20, 1) for r in resident]}")
     assert found["mstar_requests_total"] > ABORTS_A_ROUND * ROUNDS // 2, "too few requests got as far as the engine"
-    assert grown < MOST_BYTES_EACH[plugin], resident
-    assert max(files[-5:]) <= max(files[:WARM_UP_ROUNDS]) + 2, files
-    assert max(threads[-5:]) <= max(threads[:WARM_UP_ROUNDS]) + 2, threads
+    assert grown < MOST_BYTES_EACH, resident
+    assert max(files[-5:]) <= max(files[:-ROUNDS]) + 2, files
+    assert max(threads[-5:]) <= max(threads[:-ROUNDS]) + 2, threads
     assert httpx.get(f"{process.url}/health").status_code == 200
     spoken = httpx.post(f"{process.url}/v1/audio/speech", json={"input": "Hello."}, timeout=60)
     assert spoken.status_code == 200 and spoken.content.startswith(b"RIFF")
