@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 ABORTS_A_ROUND = 25
 WARM_UP_ROUNDS = {"echo": 30, "orpheus": 60}  # the codec's kernels are made once for every shape of a batch
 ROUNDS = 40  # after them: 1,000 aborts
-MOST_BYTES_EACH = 2048
-"""Resident bytes an abort. Measured: 470 (orpheus) and 200 to 680 (echo), against an aim of 1024; single runs vary."""
+MOST_BYTES_EACH = 1024  # resident, an abort
 AT_ONCE = 8
 STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 GAUGES = (
