@@ -158,6 +158,18 @@ def test_ids_told_later_are_cached_then() -> None:
     assert sequence.history == IDS[:9]
 
 
+def test_ids_told_after_a_sequence_ended_are_of_no_use_and_harm_no_other() -> None:
+    pool = make_pool()
+    ended, other = write(pool, IDS[:7]), write(pool, IDS[:7])
+    for sequence in (ended, other):
+        assert pool.reserve(sequence, 1)
+        pool.commit(sequence, 1)
+    pool.free(ended)
+    pool.learn([(ended, 7, IDS[7]), (other, 7, IDS[7])])
+    assert other.history == IDS[:8]
+    pool.check_integrity([other])
+
+
 def test_a_hit_restores_position_and_history() -> None:
     pool = make_pool()
     spans: list[Span] = [(1, 7, b"image")]

@@ -332,12 +332,11 @@ class KVPool:
     def learn(self, rows: Iterable[tuple[Sequence, int, int]]) -> None:
         """Tell (sequence, index, id) of tokens that were committed without, because their step was still running.
 
-        Where ids of earlier tokens are not known, this one is of no use.
+        Where ids of earlier tokens are not known, or the sequence ended meanwhile, this one is of no use.
         """
         for sequence, index, token in rows:
             known = sequence.ids
-            assert index < sequence.length, "an id of a token that was not committed"
-            if len(known) == index:
+            if len(known) == index < sequence.length:
                 known.append(token)
                 if (index + 1) % self.page_size == 0:
                     self._cache_full_pages(sequence)
