@@ -101,12 +101,16 @@ class Program:
     """A loaded package: called like what was compiled, with positional arguments. The GIL is free while it runs.
 
     Not free for packages that call operators without a C shim, nor for those of accelerators, where calls are short.
+
+    Attributes:
+        code: `aoti.CompiledCode`, or torch's loader for such packages.
     """
 
     def __init__(self, loader: Any, *, tensors: Mapping[str, torch.Tensor]) -> None:
         from torch.utils import _pytree as pytree
 
         self._tensors = tensors  # kept alive, as the package holds pointers into them
+        self.code = loader
         self._run = loader.boxed_run
         self._leaves = pytree.tree_leaves
         self._result = pytree.treespec_loads(loader.get_call_spec()[1]).unflatten

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+import torch
+
 from mstar.config import EngineConfig, environment
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
@@ -19,6 +21,8 @@ from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
+from mstar.worker.tape import Queue
+from mstar.worker.taped import Taper
 from mstar_compile_cache import Store
 
 log = logging.getLogger("mstar.worker")
@@ -65,6 +69,10 @@ class Worker:
                 store=Store(environment().cache / "compiled"),
             )
             self.compilation = compiler.run()
+        if self.compilation.compiled:
+            if self.config.overlap:
+                self.modules.queue = Queue(threads=torch.get_num_threads())
+            self.runner.taper = Taper(self.runner, queue=self.modules.queue)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
 
     def run(self) -> None:
@@ -110,6 +118,8 @@ class Worker:
         if pending is not None:
             self._enter(".".join(pending.batch.key))
             self.route(finish(pending, self.modules))
+            if pending.running is not None:
+                self.scheduler.record(pending.batch, pending.running.tape.seconds)
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
