@@ -103,7 +103,7 @@ def draw(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     threads = torch.get_num_threads() if logits.numel() > _SERIAL else 1
     check(
         entry(
-            ctypes.addressof(struct_of(state)), logits.data_ptr(), logits.dtype == torch.bfloat16, logits.stride(0),
+            address_of(state), logits.data_ptr(), logits.dtype == torch.bfloat16, logits.stride(0),
             len(rows), rows.data_ptr(), ids.data_ptr(), None, threads,
         )
     )  # fmt: skip

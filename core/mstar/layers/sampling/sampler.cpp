@@ -1,8 +1,8 @@
 // One token id per row of logits, by that row's parameters, and the record of it: `plain.py` without a sort.
 //
 // A row's id is a function of its logits and its row of the state alone: sums run in one order on whichever thread.
-// Scores and their exponentials are float32 as there, sums float64. Thresholds become two numbers, `floor` and `lowest`,
-// and what lies in blocks below them is not looked at again.
+// Scores and their exponentials are float32 as there, sums float64. Thresholds become two numbers, `floor` and
+// `lowest`, and blocks that lie below them are not looked at again.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -31,6 +31,7 @@ constexpr float INFINITE = __builtin_inff(), LEAST_EXPONENT = -87.0f;  // `expon
 typedef float Half __attribute__((vector_size(LANES * 2)));
 typedef double Doubles __attribute__((vector_size(LANES * 4)));
 typedef int32_t Truths __attribute__((vector_size(LANES * 4)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 struct Sum {
     Doubles low = {}, high = {};
@@ -101,18 +102,29 @@ struct Penalties {
           repetition(state.repetition[row]), presence(state.presence[row]), frequency(state.frequency[row]),
           repeats(counts && prompt_mask && repetition != 1), adds(counts && (presence != 0 || frequency != 0)) {}
 
-    void apply(float* __restrict scores, int64_t begin, int64_t count) const {
-        const int32_t* __restrict drawn = counts + begin;
-        const uint8_t* __restrict prompt = prompt_mask + begin;
-        if (repeats)
-            for (int64_t i = 0; i < count; i++) {
-                const float score = scores[i], times = score * repetition, over = score / repetition;
-                const float penalised = score < 0 ? times : over;
-                scores[i] = (drawn[i] > 0) | (prompt[i] != 0) ? penalised : score;
+    // One block, of which `count` scores are there. Spelt out in vectors: the compiler does not make them of it.
+    void apply(float* scores, int64_t begin, int64_t count) const {
+        int32_t drawn[BLOCK] = {};
+        uint8_t prompt[BLOCK] = {};
+        memcpy(drawn, counts + begin, count * sizeof *drawn);
+        if (repeats) memcpy(prompt, prompt_mask + begin, count);
+        for (int i = 0; i < BLOCK; i += LANES) {
+            Floats x = floats(scores + i);
+            Truths times;
+            Bytes given;
+            memcpy(&times, drawn + i, sizeof times);
+            memcpy(&given, prompt + i, sizeof given);
+            if (repeats) {
+                const Truths seen = (times > 0) | (__builtin_convertvector(given, Truths) != 0);
+                const Floats penalised = x < Floats{} ? x * splat(repetition) : x / splat(repetition);
+                x = seen ? penalised : x;
             }
-        if (adds)
-            for (int64_t i = 0; i < count; i++)
-                scores[i] = scores[i] - float(drawn[i]) * frequency - (drawn[i] > 0 ? presence : 0.0f);
+            if (adds) {
+                x -= __builtin_convertvector(times, Floats) * splat(frequency);
+                x -= times > 0 ? splat(presence) : Floats{};
+            }
+            memcpy(scores + i, &x, sizeof x);
+        }
     }
 };
 
@@ -149,7 +161,8 @@ static void score(const void* logits, bool is_bfloat16, const SamplerState& stat
         for (int64_t i = 0; i < state.max_bias && index[i] >= 0; i++) scores[index[i]] += value[i];
         is_bfloat16 = false, wide = scores;
     }
-    is_bfloat16 ? score((const uint16_t*)logits, penalties, temperature, row) : score(wide, penalties, temperature, row);
+    if (is_bfloat16) score((const uint16_t*)logits, penalties, temperature, row);
+    else score(wide, penalties, temperature, row);
 }
 
 // ---- what is kept, and draws -------------------------------------------------------------------------------
@@ -349,22 +362,20 @@ static int32_t draw(const void* logits, bool is_bfloat16, const SamplerState& st
     return OK;
 }
 
-// row_stride is in elements; ids gets (num_rows,). Records only what it returns OK for. Where there are flags, rows that
-// cannot be drawn are marked there and get 0, and the others go on.
+// row_stride is in elements; ids gets (num_rows,). Records only what it returns OK for. Where there are flags,
+// (num_rows,) zeros, rows that cannot be drawn are marked there and get id 0, and the others go on.
 extern "C" int32_t sampler_draw(const SamplerState* state, const void* logits, int32_t is_bfloat16, int64_t row_stride,
                                 int64_t num_rows, const int64_t* rows, int64_t* ids, uint8_t* flags, int32_t threads) {
     for (int64_t b = 0; b < num_rows; b++)
         if (rows[b] < 0 || rows[b] >= state->rows) return NO_SUCH_ROW;
     const int64_t row_bytes = row_stride * (is_bfloat16 ? 2 : 4);
     int32_t status = OK;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(| : status)
-    for (int64_t b = 0; b < num_rows; b++)
-        if (const int32_t failed = draw((const char*)logits + b * row_bytes, is_bfloat16, *state, rows[b], ids + b)) {
-            if (!flags)
-                status |= failed;
-            else
-                flags[b] = 1, ids[b] = 0;
-        }
+#pragma omp parallel for num_threads(threads > 1 ? threads : 1) schedule(dynamic) reduction(| : status)
+    for (int64_t b = 0; b < num_rows; b++) {
+        const auto failed = draw((const char*)logits + b * row_bytes, is_bfloat16, *state, rows[b], ids + b);
+        if (failed && flags) flags[b] = 1, ids[b] = 0;
+        else status |= failed;
+    }
     if (status) return status;
     for (int64_t b = 0; b < num_rows; b++) {
         state->step[rows[b]]++;
