@@ -36,14 +36,21 @@ def inductor_environment(folder: Path) -> Iterator[None]:
 
     Use it in `build` and, around the first calls, in the processes that load the entry.
     """
+    from torch._inductor import cpu_vec_isa
+
+    for probe in (cpu_vec_isa.valid_vec_isa_list, getattr(cpu_vec_isa.VecISA, "_VecISA__bool__impl", None)):
+        getattr(probe, "cache_clear", lambda: None)()  # its answer is a compiled file too
+    with _writing_to(folder):
+        yield
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
     import torch._functorch.config
     import torch._inductor.config
-    from torch._inductor import cpu_vec_isa
     from torch._inductor.utils import clear_caches
 
     clear_caches()  # else what this process has compiled before would not be written again
-    for probe in (cpu_vec_isa.valid_vec_isa_list, getattr(cpu_vec_isa.VecISA, "_VecISA__bool__impl", None)):
-        getattr(probe, "cache_clear", lambda: None)()  # its answer is a compiled file too
     settings = {"fx_graph_cache": True, "fx_graph_remote_cache": False, "cpp_cache_precompile_headers": False}
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
     before = {name: os.environ.get(name) for name in variables}
@@ -79,7 +86,7 @@ def aot_compile(
     from torch._inductor.package import package_aoti
 
     module = program if isinstance(program, torch.nn.Module) else _as_module(program)
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch, inductor_environment(Path(scratch)), torch.no_grad():
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch, _writing_to(Path(scratch)), torch.no_grad():
         exported = torch.export.export(module, args, dynamic_shapes=dynamic_shapes)
         made: Any = torch._inductor.aot_compile(exported.module(), args, options=_PACKAGE_OPTIONS | dict(options or {}))
         files: list[Any] = [file for file in made if isinstance(file, str)]

@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from mstar_plugin_echo.reference import Model
 from served import InspectedEnd
 from torch import Tensor
 
-from mstar.config import EngineConfig
+from mstar.config import EngineConfig, environment
 from mstar.errors import RequestError
 from mstar.ipc.channel import memory_channel
 from mstar.ipc.messages import DropSession
@@ -34,6 +35,7 @@ from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
 from mstar.types import AudioChunk, Chunk, Request, TensorChunk, TextChunk
+from mstar.worker import worker
 from mstar.worker.worker import Worker
 
 KV_TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32
@@ -57,7 +59,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap_chunked": {"overlap": True, "max_num_batched_tokens": 7, "block_size": 4},
     "overlap_swap": {**SMALL, "overlap": True},
 }
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "fused": {},
+    "compiled": {"compile": True},
+    "overlapped": {"overlap": True},
+    "compiled_overlapped": {"compile": True, "overlap": True},
+}
+POOLS: dict[str, dict[str, Any]] = {"large": {}, "swap": SMALL, "recompute": {**SMALL, "swap_space_bytes": 0}}
+SETTINGS_BY_NAME = SETTINGS | {f"{mode}, {pool} pool": MODES[mode] | POOLS[pool] for mode in MODES for pool in POOLS}
 WAIT_S = 60.0
+START_S = 900.0  # some compile first
 
 
 # ---- requests and answers -----------------------------------------------------------------------------------
@@ -294,7 +306,7 @@ class Served:
         self.worker, self.engine = self._build()
         self._worker_thread = threading.Thread(target=self.worker.run, daemon=True)
         self._worker_thread.start()
-        self.run(self.engine.start())
+        self.run(self.engine.start(), timeout_s=START_S)
 
     def _build(self) -> tuple[Worker, Engine]:
         spec = loader.load("echo").spec
@@ -448,13 +460,23 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engines(oracle: Oracle) -> Iterator[Callable[[str], Served]]:
+def compile_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where all engines of a run keep compiled code: in pytest's cache, so that later runs on the same code find it."""
+    kept = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    own = replace(environment(), cache=kept.mkdir("mstar") if kept else tmp_path_factory.mktemp("mstar"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "environment", lambda: own)
+        yield own.cache
+
+
+@pytest.fixture(scope="session")
+def engines(oracle: Oracle, compile_cache: Path) -> Iterator[Callable[[str], Served]]:
     """Engines by the name of their setting, started at first use and kept to the end."""
     started: dict[str, Served] = {}
 
     def get(name: str) -> Served:
         if name not in started:
-            started[name] = Served(oracle, SETTINGS[name])
+            started[name] = Served(oracle, SETTINGS_BY_NAME[name])
         return started[name]
 
     yield get
