@@ -12,7 +12,6 @@ import functools
 import gc
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -30,7 +29,7 @@ import yaml
 from starlette.applications import Starlette
 
 import mstar
-from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, flags
+from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, choose_threads, flags, num_cores
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead
@@ -111,7 +110,7 @@ async def started_engine(
         model: what `find_model(config)` gave, if it is known already.
         base: folder that file names in requests start from; None: requests may not name files.
     """
-    _set_threads()
+    _set_threads(config)
     model = model or find_model(config)
     spec, found = model.plugin.spec, model.checkpoint
     graph = spec.graph(found.config)
@@ -139,6 +138,7 @@ async def started_engine(
 
 
 def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
+    torch.get_num_threads()  # tells OpenMP of this thread's number
     try:
         with contained():
             Worker(spec, graph, found, config, end).run()
@@ -149,11 +149,12 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads() -> None:
-    """Leave a core to the server where there are more than two; fewer threads asked for stay fewer."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_cores > 2:
-        torch.set_num_threads(min(torch.get_num_threads(), num_cores - 1))
+def _set_threads(config: EngineConfig) -> int:
+    """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
+    num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
+    torch.set_num_threads(num_threads)
+    logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
+    return num_threads
 
 
 async def _report(engine: Engine) -> None:
