@@ -51,6 +51,10 @@ class Compilation:
     seconds: float = 0.0
 
 
+Progress = Callable[[str, int, int], None]
+"""(method, its index, how many there are): told before each."""
+
+
 class NotCompilable(Exception):
     """A method stays as it is; the message says why."""
 
@@ -142,11 +146,13 @@ class Compiler:
         self._plugin = plugin
         self._version = next((found.version for found in installed() if found.name == plugin), "")
 
-    def run(self) -> Compilation:
+    def run(self, progress: Progress = lambda *_: None) -> Compilation:
         """Compile all methods of the graph that can be compiled, or load what was compiled before."""
         started, result = time.perf_counter(), Compilation()
         pairs = [(self._modules[node.module], method) for node in self._modules.graph.nodes for method in node.methods]
-        for name, (module, method) in {f"{m.name}.{method.name}": (m, method) for m, method in pairs}.items():
+        methods = {f"{module.name}.{method.name}": (module, method) for module, method in pairs}
+        for index, (name, (module, method)) in enumerate(methods.items()):
+            progress(name, index, len(methods))
             try:
                 self._check(module, method)
                 code = self._compiled(module, method)
