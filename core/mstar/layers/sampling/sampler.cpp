@@ -270,7 +270,7 @@ static void cut_tail(Row& row, float tail) {
     do {
         from = std::max(row.floor, nth_maximum(row, rank));
         below = mass_below(row, from);
-        rank *= 8;
+        rank *= 3;
     } while (!fits(below));
     int64_t count = gather(row, from);
     uint32_t border = 0;
