@@ -22,7 +22,7 @@ from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Running, Step
 from mstar.worker.launched import BatchLayout, Launched, Traces, everywhere, require_sampler, task_of
-from mstar.worker.modules import Code, Output, port_dtype
+from mstar.worker.modules import Code, MethodCode, Output, port_dtype
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Row, Work
 from mstar.worker.tape import Call, Later, Queue, Tape
@@ -89,19 +89,16 @@ class Taper:
     def launch(self, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched | None:
         """Put a batch on a tape; None if it cannot run as compiled code, and nothing has happened."""
         works, op = batch.works, batch.works[0].op
-        codes = [self.modules[run.key[0]].codes.get(run.method.name) for run in op.runs]
-        if any(code is None or layout.num_rows > code.most_rows for code in codes):
-            for code in filter(None, codes):
-                code.num_eager += 1
-            return None
+        found = [self.modules[run.key[0]].codes.get(run.method.name) for run in op.runs]
+        codes = [code for code in found if code is not None]
+        if len(codes) < len(found) or layout.num_rows > min(code.most_rows for code in codes):
+            return self._eagerly(codes if op.unit is None else [])  # those of a unit will count for themselves
         lead = self.modules[batch.key[0]]
         base = self.runner.context(lead, works, _NO_PLAN, layout, columns, traces)
         inputs = {port.name: self.runner.collate(port, works, layout, base) for port in op.method.inputs}
         wiring = self._wiring(op, inputs)
         if wiring is None or base.positions.dtype != torch.int64:
-            for code in filter(None, codes):
-                code.num_eager += 1
-            return None
+            return self._eagerly(codes if op.unit is None else [])
         rows = {lead.name: base.rows}
         for name in op.unit.modules if op.unit is not None else ():
             if name not in rows:
@@ -111,6 +108,11 @@ class Taper:
         parts = [self._part(part, works, op, playing, layout, columns) for part in wiring.parts]
         return Launched(outputs, inputs, _NO_PLAN, parts, playing.running)
 
+    @staticmethod
+    def _eagerly(codes: list[MethodCode]) -> None:
+        for code in codes:
+            code.num_eager += 1
+
     def call(self, run: Run, context: Context, inputs: dict[str, Any], works: list[Work], traces: Traces) -> Any:
         """One method of a unit that cannot run as a whole: its outputs; None if this batch needs the method itself."""
         code = self.modules[run.key[0]].codes.get(run.method.name)
@@ -118,8 +120,7 @@ class Taper:
             return None
         wiring = self._wiring(run, inputs) if context.num_rows <= code.most_rows else None
         if wiring is None or context.positions.dtype != torch.int64 or context.plan:
-            code.num_eager += 1
-            return None
+            return self._eagerly([code])
         rows = {run.key[0]: context.rows}
         playing = self._play(wiring, context, inputs, rows=rows, works=works, traces=traces, queue=None)
         playing.running.settle()
