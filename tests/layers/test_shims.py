@@ -14,6 +14,7 @@ from mstar.errors import RequestError
 from mstar.layers import kernels, shims
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
 from mstar.layers.linear import linear
+from mstar.layers.quantized import linear_int4, pack
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +111,23 @@ def test_a_draw_goes_back_to_python_and_its_error_comes_up() -> None:
         assert call("draw", logits, None, 7) is None
         raise RuntimeError("compiled code failed")
     assert seen == [2, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_a_linear_of_four_bits_is_the_eager_one(dtype: torch.dtype, group_size: int) -> None:
+    words, scales = pack(torch.randn(24, 200), group_size=group_size)
+    for shape in ((1,), (5,), (2, 3)):
+        x, bias = torch.randn(*shape, 200).to(dtype), torch.randn(24).to(dtype)
+        plain, biased = (
+            call("linear_int4", x, words, scales, None),
+            call("linear_int4", x, words, scales, optional(bias)),
+        )
+        assert plain is not None
+        assert biased is not None
+        assert torch.equal(plain, linear_int4(x, words, scales))
+        assert torch.equal(biased, linear_int4(x, words, scales, bias))
+    assert call("linear_int4", torch.randn(2, 100), words, scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200).double(), words, scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200), words.long(), scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200), words, scales.float(), None) is None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.layers import kernels, linear
+from mstar.layers import kernels, linear, quantized
 from mstar.layers.attention import KVBatch, cpu
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -31,6 +31,7 @@ torch.library.register_fake(
 
 _C_DECLARATIONS = {
     "linear": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int32_t",
+    "linear_int4": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*",
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, double, int64_t",
     "draw": "AtenTensorHandle, AtenTensorHandle*, int64_t",
 }
@@ -130,7 +131,7 @@ _capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p,
 @functools.cache
 def load() -> bool:
     """Make the operators known to compiled code; False where they, or our kernels, cannot be built."""
-    sources = linear.SOURCE, cpu.SOURCE
+    sources = linear.SOURCE, cpu.SOURCE, quantized.SOURCE
     built = [kernels.library(source) for source in sources]
     found = kernels.library(SOURCE, mode=ctypes.RTLD_GLOBAL)
     if found is None or None in built:
