@@ -1,8 +1,8 @@
 // x (M, K) @ weight (N, K)^T + bias, the weight in four bits a number (see quantized.py); float32 inside.
 //
-// A weight is minimum + scale * number. 16 words hold 128 numbers of a row of the weight: number 16 i + j is in word j at
-// bit 4 i. A few places share one shift; within them a number stays where it is, and its inputs are divided by its power
-// of two beforehand, which is exact: then a vector of numbers takes a mask, a conversion and its multiplications.
+// A weight is minimum + scale * number. 16 words hold 128 numbers of a row of the weight: number 16 i + j is in word j
+// at bit 4 i. A few places share one shift; within them a number stays where it is, and its inputs are divided by its
+// power of two beforehand, which is exact: then a vector of numbers takes a mask, a conversion and its multiplications.
 //
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
 // row depend on that row alone.
