@@ -104,12 +104,22 @@ def draw(module: Module, works: list[Work], rows: Tensor, traces: Traces, name: 
     """`ctx.sample`: remembers what it drew, so that it can be taken back."""
     if name not in module.slots.samplers:
         raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
-    if not all(name in work.request.info.samplers for work in works):
-        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
+    require_parameters(name, works)
     state = module.slots.samplers[name]
     ids = sample(logits, state, rows)
     traces.draws.append((state, rows, ids))
     return ids
+
+
+def require_parameters(sampler: str, works: list[Work]) -> None:
+    """Raise PluginError if a request has no parameters for a sampler."""
+    if not all(sampler in work.request.info.samplers for work in works):
+        raise PluginError(f"sampler {sampler!r} has no parameters; Processor.encode gives them in Encoded.samplers")
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, copied without waiting for what the device still has to do."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 @cache
