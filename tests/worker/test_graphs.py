@@ -268,15 +268,20 @@ def test_outputs_outlive_the_next_replay(parts: Callable[..., Any]) -> None:
 
 
 def test_a_late_step_is_undone_from_its_own_draws(parts: Callable[..., Any]) -> None:
+    """Even if others have drawn by the same graph since."""
     captured = Captured(parts, overlap=True, max_num_seqs=8)
     worker, state = captured.worker, captured.worker.modules["lm"].slots.samplers["main"]
-    first = worker.runner.launch(decode_batch(worker, 3, temperature=1.0))
-    rows = torch.tensor([work.row for work in first.batch.works])
+    first = worker.runner.launch(decode_batch(worker, 3, temperature=1.0, presence_penalty=0.1))
+    rows, drawn = torch.tensor([work.row for work in first.batch.works]), first.outputs["token"]
     look_ahead(first, worker.scheduler)
     second = worker.runner.launch(worker.scheduler.next_batch())
-    assert state.step[rows].tolist() == [2, 2, 2]
-    second.batch.works[1].undo()
-    assert state.step[rows].tolist() == [2, 1, 2]
+    again = second.outputs["token"]
+    assert captured.graphs.counts.replays == 2
+    assert drawn[0] != again[0]
+    first.batch.works[0].undo()
+    assert state.step[rows].tolist() == [1, 2, 2]
+    assert state.counts[rows[0], [drawn[0], again[0]]].tolist() == [0, 1]
+    assert state.counts[rows].sum(-1).tolist() == [1, 2, 2]
 
 
 def test_fed_and_unfed_optional_ports_have_graphs_of_their_own(parts: Callable[..., Any]) -> None:
