@@ -18,7 +18,7 @@ from mstar.ipc.messages import Close
 from mstar.layers.attention import AttentionPlan
 from mstar.layers.attention.plain import PlainBackend, write_kv
 from mstar.layers.attention.plan import Pool
-from mstar.layers.sampling import plain
+from mstar.layers.sampling import native, plain
 from mstar.plugin.graph import KV, Method, Port
 from mstar.worker import graphs
 from mstar.worker.ahead import look_ahead
@@ -126,7 +126,8 @@ class Captured:
 
 
 @pytest.fixture(autouse=True)
-def sorts_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def draws_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(plain, "_ascending", lambda scores: scores.sort(-1).values)  # numpy's sort is no kernel
     monkeypatch.setattr(graphs, "buckets", lambda most: buckets(min(most, 16)))  # more take long to capture here
 
