@@ -103,7 +103,7 @@ class TensorAttention(PlainBackend):
             return super().paged(q, k, v, pool, plan, scale=scale, window=window)
         write_kv(plan, k=k, v=v, pool=pool)
         keys, values = (cache[plan.page_table.long()].transpose(2, 3).flatten(1, 2) for cache in pool)  # (B, S, Hkv, D)
-        seen = torch.arange(keys.shape[1]) < plan.visible_end[:, None]
+        seen = torch.arange(keys.shape[1], device=q.device) < plan.visible_end[:, None]
         values = values.masked_fill(~seen[:, :, None, None], 0)
         group = q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (keys, values))

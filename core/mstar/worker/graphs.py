@@ -297,7 +297,7 @@ class GraphRunner:
                 example = self._example(op, rows, is_fed=is_fed)
                 self._try(Key(op.key, rows, frozenset(example.tensors()), features), op, example)
             if number % 16 == 0 or number == len(wanted):
-                log.info("captured %d of %d CUDA graphs", number, len(wanted))
+                log.info("capturing CUDA graphs: %d of %d", number, len(wanted))
 
     def _leave(self, op: Run, reason: str) -> None:
         self._ops.pop(op.key, None)
