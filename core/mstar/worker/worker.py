@@ -75,7 +75,12 @@ class Worker:
                 self.modules.queue = Queue(threads=torch.get_num_threads())
             self.runner.taper = Taper(self.runner, queue=self.modules.queue)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
-        if self.modules.device.type == "cuda" and not (self.config.enforce_eager or self.config.batch_invariant):
+        config = self.config
+        if (
+            self.modules.device.type == "cuda"
+            and config.cuda_graphs
+            and not config.enforce_eager | config.batch_invariant
+        ):
             self.runner.graphs = GraphRunner(self.runner, CudaGraphs(self.modules.device))
             self.runner.graphs.capture_all(self.router.programs)
 
