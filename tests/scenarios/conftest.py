@@ -69,7 +69,7 @@ MODES: dict[str, dict[str, Any]] = {
 POOLS: dict[str, dict[str, Any]] = {"large": {}, "swap": SMALL, "recompute": {**SMALL, "swap_space_bytes": 0}}
 SETTINGS_BY_NAME = SETTINGS | {f"{mode}, {pool} pool": MODES[mode] | POOLS[pool] for mode in MODES for pool in POOLS}
 WAIT_S = 60.0
-START_S = 900.0  # some compile first
+START_S = 1800.0  # some compile first
 
 
 # ---- requests and answers -----------------------------------------------------------------------------------

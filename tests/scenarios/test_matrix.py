@@ -33,7 +33,7 @@ FAILURES = {
     "request": 422,
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(params=MODES)
