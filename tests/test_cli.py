@@ -21,17 +21,19 @@ from mstar.config import EngineConfig, ServerConfig, read_environment
 from mstar.plugin import loader
 from mstar.plugin.loader import InstalledPlugin
 
-COMMANDS = ["bench", "cache", "doctor", "graph", "plugins", "run", "serve"]
+COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plugins", "run", "serve"]
 OWN_FLAGS = {
     "serve": {"--config"},
     "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
     "bench": set(),
     "cache": set(),
+    "compile": {"--config", "--json", "--log-level"},
     "graph": {"--format", "--model", "--output", "--plans", "--plugin"},
     "plugins": {"--json"},
     "doctor": {"--host", "--model", "--plugin", "--port"},
 }
 SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout"}
+NOT_COMPILED = {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
 
 PLUGIN = """
 from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk
@@ -116,6 +118,7 @@ def test_the_lists_of_commands_and_their_flags_are_frozen() -> None:
         "run": flags_of(EngineConfig) - SERVER_ONLY,
         "bench": set(),
         "cache": set(),
+        "compile": flags_of(EngineConfig) - SERVER_ONLY - NOT_COMPILED,
         "graph": set(),
         "plugins": set(),
         "doctor": set(),
@@ -132,7 +135,7 @@ def flags_of(kind: type[Any]) -> set[str]:
 def test_help_and_version_import_nothing_heavy() -> None:
     code = (
         "import sys\nfrom mstar.cli import main\n"
-        "for arguments in (['--help'], ['serve', '--help'], ['run', '--help'], ['--version']):\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['run', '--help'], ['compile', '--help'], ['--version']):\n"
         "    try:\n        main(arguments)\n    except SystemExit as ended:\n        assert not ended.code\n"
         "heavy = {'torch', 'numpy', 'transformers', 'starlette', 'av'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

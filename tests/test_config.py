@@ -17,7 +17,7 @@ from mstar.errors import ConfigError
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --device --max-model-len --max-num-seqs --max-num-batched-tokens
 --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant --enforce-eager
---attention-backend --compile --seed
+--attention-backend --compile --overlap --threads --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 """.split()
 SERVER_FLAGS = """
@@ -173,6 +173,8 @@ def test_variables_are_read_and_have_defaults(tmp_path: Path) -> None:
     assert read_environment({"XDG_CACHE_HOME": "/c"}).cache == Path("/c/mstar")
     found = read_environment({"MSTAR_CACHE": str(tmp_path), "MSTAR_LOG_LEVEL": "DEBUG"})
     assert (found.cache, found.log_level) == (tmp_path, "debug")
+    numbers = {"": None, "3": 3, "4,2": 4, "many": None, "0": None}
+    assert {text: read_environment({"OMP_NUM_THREADS": text}).omp_num_threads for text in numbers} == numbers
 
 
 def test_an_unknown_variable_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from mstar import launch
+from mstar import config, launch
 from mstar.config import EngineConfig, ServerConfig
 from mstar.errors import ConfigError, RequestError
 
@@ -55,9 +57,9 @@ def test_run_reports_mistakes_by_name(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_told_without_a_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = engine_config(device="cuda:77")
+    settings = engine_config(device="cuda:77")
     with pytest.raises(ConfigError, match="cuda"):
-        launch.run(config, text("hello"), out=tmp_path, base=tmp_path)
+        launch.run(settings, text("hello"), out=tmp_path, base=tmp_path)
     assert "Traceback" not in caplog.text
 
 
@@ -68,6 +70,71 @@ def test_a_busy_port_is_known_before_anything_is_loaded() -> None:
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--port"):
             launch.serve(engine_config(plugin="nobody"), ServerConfig(port=port))
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variables", "usual", "cores", "chosen"),
+    [
+        (None, {}, 1, 1, (1, "torch's default")),
+        (None, {}, 2, 2, (2, "torch's default")),
+        (None, {}, 8, 8, (7, "one core is left to the server")),
+        (None, {}, 4, 8, (4, "torch's default")),  # as on hyperthreads
+        (None, {}, 64, 2, (2, "torch's default")),  # a control group gives less than there is
+        (None, {"OMP_NUM_THREADS": "8"}, 8, 8, (8, "OMP_NUM_THREADS")),
+        (None, {"OMP_NUM_THREADS": "3"}, 3, 8, (3, "OMP_NUM_THREADS")),
+        (None, {"OMP_NUM_THREADS": "16"}, 16, 8, (8, "OMP_NUM_THREADS asks for 16")),
+        (8, {"OMP_NUM_THREADS": "3"}, 3, 8, (8, "--threads")),
+    ],
+)
+def test_threads_are_those_asked_for_or_leave_a_core_to_the_server(
+    wanted: int | None, variables: dict[str, str], usual: int, cores: int, chosen: tuple[int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(config, "environment", lambda: config.read_environment(variables))
+    monkeypatch.setattr(config, "num_cores", lambda: cores)
+    assert config.choose_threads(wanted, usual=usual) == chosen
+
+
+def test_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: set(range(8)))
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(config, "_CPU_QUOTA", quota)
+    found = [config.num_cores()]
+    for text in ("max 100000", "250000 100000", "10000 100000", "1600000 100000"):
+        quota.write_text(text + "\n")
+        found.append(config.num_cores())
+    assert found == [8, 8, 3, 1, 8]
+
+
+def test_more_threads_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "num_cores", lambda: 4)
+    assert engine_config(threads=4).threads == 4
+    for threads, words in ((5, "--threads is 5; it must be at most 4"), (0, "--threads is 0; it must be at least 1")):
+        with pytest.raises(ConfigError, match=words):
+            engine_config(threads=threads)
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_threads_are_set_once_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(config, "num_cores", lambda: 3)
+    monkeypatch.setattr(launch, "num_cores", lambda: 3)
+    caplog.set_level("INFO", logger="mstar.launch")
+    assert launch.run(engine_config(threads=3), text("hello", task="chunks"), out=tmp_path, base=tmp_path) == 0
+    assert caplog.messages.count("threads: 3 of 3 cores (--threads)") == 1
+    found: list[int] = []
+    worker = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    worker.start()
+    worker.join()
+    assert found == [3]
 
 
 KEY = "correct-horse-battery"
@@ -161,6 +228,6 @@ def test_an_open_door_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
-    config = ServerConfig(port=0, ssl_certfile=str(tmp_path / "absent.pem"))
+    settings = ServerConfig(port=0, ssl_certfile=str(tmp_path / "absent.pem"))
     with pytest.raises(ConfigError, match=r"--ssl-certfile .*absent\.pem: No such file"):
-        launch.serve(engine_config(plugin="nobody"), config)
+        launch.serve(engine_config(plugin="nobody"), settings)

@@ -35,6 +35,7 @@ class CompiledCode:
         self._num_outputs = self._ask("GetNumOutputs", ctypes.c_size_t)
         self._outputs = ctypes.c_void_p * self._num_outputs
         self._run = self._code.AOTInductorModelContainerRun
+        self.run_address, self.error_address = map(_address, (self._run, self._code.AOTInductorGetLastError))
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._run.argtypes = (pointer, pointer, size, pointer, size, pointer, pointer)
         self._names = {}  # of parameters and buffers -> in the code
@@ -55,7 +56,7 @@ class CompiledCode:
 
     def load_constants(self, tensors: Mapping[str, torch.Tensor], *_: bool) -> None:
         """Use tensors where they lie; they are kept alive."""
-        self._handles += map(ctypes.c_void_p, _pointers(list(tensors.values())))
+        self._handles += map(ctypes.c_void_p, handles(list(tensors.values())))
         entries = [(self._names[name], handle) for name, handle in zip(tensors, self._handles, strict=True)]
         pairs = (_Constant * len(entries))(*(_Constant(name, handle) for name, handle in entries))
         flags = ctypes.c_bool(False), ctypes.c_bool(True)  # the active buffer, all of them
@@ -63,13 +64,18 @@ class CompiledCode:
         self._call("UpdateUserManagedConstantBufferPairs", self._container, pairs, count, *flags)
 
     def boxed_run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        given, made = (ctypes.c_void_p * len(inputs))(*_pointers(inputs)), self._outputs()
+        given, made = (ctypes.c_void_p * len(inputs))(*handles(inputs)), self._outputs()
         with torch.no_grad():  # as torch's loader does
             if self._run(self._container, given, len(inputs), made, self._num_outputs, None, None):
                 self._fail()
-        handles = [_capsule(one, None, None) for one in made if one]
-        tensors = iter(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles))
+        tensors = iter(tensors_of([one for one in made if one]))
         return [next(tensors) if one else None for one in made]
+
+    @property
+    def container(self) -> int:
+        """What the function at `run_address` takes first."""
+        assert self._container.value is not None
+        return self._container.value
 
     def _ask(self, name: str, kind: Any, *arguments: Any) -> Any:
         answer = kind()
@@ -86,9 +92,19 @@ class CompiledCode:
         raise RuntimeError(f"compiled code failed: {(message.value or b'unknown error').decode()}")
 
 
-def _pointers(tensors: list[torch.Tensor]) -> list[int | None]:
-    """Addresses of new handles, for the callee to take or for `_free` to delete."""
+def handles(tensors: list[torch.Tensor]) -> list[int | None]:
+    """Addresses of new handles, for somebody to take or to delete."""
     return [_capsule_pointer(one, None) for one in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+
+
+def tensors_of(addresses: list[int | None]) -> list[torch.Tensor]:
+    """The tensors of handles, which are taken."""
+    capsules = [_capsule(one, None, None) for one in addresses]
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _free(code: ctypes.CDLL, container: ctypes.c_void_p, handles: list[ctypes.c_void_p]) -> None:

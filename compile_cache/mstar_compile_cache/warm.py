@@ -5,7 +5,9 @@ Imports torch when called, and of its compiler only what is needed: loading a pa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -24,7 +26,7 @@ _PACKAGE_OPTIONS = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",  # gives them to us
-    "aot_inductor.precompile_headers": False,
+    "aot_inductor.precompile_headers": True,
     "always_keep_tensor_constants": True,
 }
 _CODE, _CONSTANTS = ".so", ".constants"  # suffixes of what lies beside a package, or in its place
@@ -66,6 +68,14 @@ def _writing_to(folder: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+@functools.cache
+def _scratch() -> Path:
+    """Where this process compiles, so that headers are compiled once for all it does."""
+    folder = tempfile.TemporaryDirectory(prefix="mstar-compile-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
 def aot_compile(
     program: torch.nn.Module | Callable[..., Any],
     args: tuple[Any, ...],
@@ -86,7 +96,7 @@ def aot_compile(
     from torch._inductor.package import package_aoti
 
     module = program if isinstance(program, torch.nn.Module) else _as_module(program)
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch, _writing_to(Path(scratch)), torch.no_grad():
+    with _writing_to(_scratch()), torch.no_grad():
         exported = torch.export.export(module, args, dynamic_shapes=dynamic_shapes)
         made: Any = torch._inductor.aot_compile(exported.module(), args, options=_PACKAGE_OPTIONS | dict(options or {}))
         files: list[Any] = [file for file in made if isinstance(file, str)]
@@ -108,12 +118,16 @@ class Program:
     """A loaded package: called like what was compiled, with positional arguments. The GIL is free while it runs.
 
     Not free for packages that call operators without a C shim, nor for those of accelerators, where calls are short.
+
+    Attributes:
+        code: `aoti.CompiledCode`, or torch's loader for such packages.
     """
 
     def __init__(self, loader: Any, *, tensors: Mapping[str, torch.Tensor]) -> None:
         from torch.utils import _pytree as pytree
 
         self._tensors = tensors  # kept alive, as the package holds pointers into them
+        self.code = loader
         self._run = loader.boxed_run
         self._leaves = pytree.tree_leaves
         self._result = pytree.treespec_loads(loader.get_call_spec()[1]).unflatten

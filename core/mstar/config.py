@@ -24,6 +24,7 @@ from mstar.errors import ConfigError
 
 GIB = 1024**3
 HIDDEN = "***"
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, and in how many
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
 
 # ---- reading values: from the command line (text) and from YAML (typed) alike; they raise ValueError ------------
@@ -186,10 +187,14 @@ class EngineConfig:
         _text, "auto", "kernel of attention; auto: the fastest that works here", choices=ATTENTION_BACKENDS
     )
     compile: bool = _setting(_boolean, False, "compile methods, once for this machine; a CPU with a C++ compiler")
+    overlap: bool = _setting(_boolean, False, "prepare the next step while this one runs")
+    threads: int | None = _setting(
+        _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
+        default_text="torch's, but of more than two cores one is left to the server",
+    )  # fmt: skip
     seed: int | None = _setting(
         _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"
     )
-    overlap: bool = False  # prepare the next step while this one runs; the plain step is the oracle
     max_queue: int = _setting(_integer, 256, "most requests that wait; more are refused with 429", minimum=0)
     session_ttl_s: float = _setting(_number, 300.0, "seconds an idle session is kept", minimum=0)
     max_sessions: int = _setting(_integer, 64, "most sessions kept at once", minimum=0)
@@ -202,6 +207,9 @@ class EngineConfig:
         _validate(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
+        if self.threads is not None and self.threads > num_cores():
+            limit = f"it must be at most {num_cores()}, the cores that this process may use"
+            raise ConfigError(f"--threads is {self.threads}; {limit}; leave it out for the default")
         if self.compile and self.enforce_eager:
             raise ConfigError("--compile and --enforce-eager exclude each other; give one")
         if self.compile and self.batch_invariant:
@@ -296,6 +304,35 @@ def _validate(config: Any) -> None:
         raise ConfigError(f"{flag.name} is {flag.shown(value)}; it {problem}; leave it out for the default ({usual})")
 
 
+# ---- cores ------------------------------------------------------------------------------------------------------
+
+
+def num_cores() -> int:
+    """Cores that this process may use: its affinity, and what its control group (version 2) gives it, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return cores
+
+
+def choose_threads(wanted: int | None = None, *, usual: int) -> tuple[int, str]:
+    """How many threads compute, and why: --threads, else OMP_NUM_THREADS, else what is usual but for the server's core.
+
+    Args:
+        usual: what torch uses by itself, often one for each physical core.
+    """
+    cores, variable = num_cores(), environment().omp_num_threads
+    if wanted is not None:
+        return wanted, "--threads"
+    if variable is not None:
+        return min(variable, cores), "OMP_NUM_THREADS" if variable <= cores else f"OMP_NUM_THREADS asks for {variable}"
+    if usual < cores or cores <= 2:
+        return min(usual, cores), "torch's default"
+    return cores - 1, "one core is left to the server"
+
+
 # ---- configuration files ----------------------------------------------------------------------------------------
 
 
@@ -346,16 +383,18 @@ class Environment:
     """What environment variables say.
 
     Args:
-        cache: MSTAR_CACHE: folder for tiny checkpoints and built kernels (default: ~/.cache/mstar).
+        cache: MSTAR_CACHE: folder for tiny checkpoints and compiled code (default: ~/.cache/mstar).
         log_level: MSTAR_LOG_LEVEL: default of --log-level.
         api_key: MSTAR_API_KEY: the key of clients, and so the default of --api-key.
         compiler: CXX, as everywhere: the C++ compiler (default: c++).
+        omp_num_threads: OMP_NUM_THREADS, as everywhere: threads that compute; its first number, if it has several.
     """
 
     cache: Path
     log_level: str
     api_key: str | None = field(repr=False)
     compiler: str
+    omp_num_threads: int | None = None
 
 
 _VARIABLES = ("MSTAR_CACHE", "MSTAR_LOG_LEVEL", "MSTAR_API_KEY")
@@ -375,6 +414,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     cache = variables.get("MSTAR_CACHE")
     if cache is not None and not cache.strip():
         raise ConfigError("MSTAR_CACHE is empty; set it to a folder or unset it")
+    threads = variables.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # what is no number OpenMP leaves aside
     if variables.get("MSTAR_API_KEY") == "":
         raise ConfigError("MSTAR_API_KEY is empty; set it to a key, or unset it to serve without one")
     return Environment(
@@ -382,6 +422,7 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         log_level=level,
         api_key=variables.get("MSTAR_API_KEY"),
         compiler=variables.get("CXX") or "c++",
+        omp_num_threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
     )
 
 

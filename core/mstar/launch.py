@@ -1,4 +1,4 @@
-"""Starts what a model needs and stops it again: `serve` behind HTTP, `run` for one request offline.
+"""Starts what a model needs and stops it again: `serve` behind HTTP, `run` for one request offline; `build` compiles.
 
 One process: the worker is a thread, the channel is in memory. The port is taken first, so that a busy one is known
 before anything is loaded, and listened on last, so that it answers only when the model can.
@@ -12,7 +12,6 @@ import functools
 import gc
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -30,10 +29,11 @@ import yaml
 from starlette.applications import Starlette
 
 import mstar
-from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, flags
+from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, choose_threads, environment, flags, num_cores
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead
+from mstar.layers import kernels, shims
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.loader import LoadedPlugin
@@ -46,6 +46,7 @@ from mstar.server.guard import Connection
 from mstar.server.native import GenerateRequest, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
+from mstar.worker.compiled import Compilation, Progress
 from mstar.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -78,15 +79,44 @@ def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base
     return asyncio.run(_run(engine_config, wire, out=out, base=base))
 
 
+def build(config: EngineConfig, *, progress: Progress) -> Compilation:
+    """Put everything into the compile cache that a later start with these settings looks for there, and start nothing.
+
+    Args:
+        config: with `compile`.
+        progress: told of "kernels", "reading weights" and then each method.
+
+    Raises ConfigError, also where nothing can be compiled, or PluginError.
+    """
+    _set_threads(config)
+    model = find_model(config)
+    worker = Worker(model.plugin.spec, model.graph, model.checkpoint, config, memory_channel()[1])
+    progress("kernels", 0, 1)
+    kernels.compile_cache()  # what is wrong with its folder is said first
+    if not shims.load():
+        wanted = f"install g++, or set CXX to a C++ compiler (it is {environment().compiler!r})"
+        raise ConfigError(f"nothing can be compiled here, as kernels cannot be built; {wanted}")
+    progress("reading weights", 0, 1)
+    worker.load(progress)
+    return worker.compilation
+
+
 # ---- one model --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """What is to be served: a plugin, and the checkpoint it found."""
 
     plugin: LoadedPlugin
     checkpoint: Checkpoint
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The model's graph. Raises PluginError if it is not sound."""
+        graph = self.plugin.spec.graph(self.checkpoint.config)
+        validate(graph, self.plugin.spec)
+        return graph
 
     @property
     def voices(self) -> list[str] | None:
@@ -111,11 +141,10 @@ async def started_engine(
         model: what `find_model(config)` gave, if it is known already.
         base: folder that file names in requests start from; None: requests may not name files.
     """
-    _set_threads()
+    _set_threads(config)
     model = model or find_model(config)
     spec, found = model.plugin.spec, model.checkpoint
-    graph = spec.graph(found.config)
-    validate(graph, spec)
+    graph = model.graph
     engine_end, worker_end = memory_channel()
 
     def make_processor(limits: Limits) -> Processor:
@@ -139,6 +168,7 @@ async def started_engine(
 
 
 def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
+    torch.get_num_threads()  # tells OpenMP of this thread's number
     try:
         with contained():
             Worker(spec, graph, found, config, end).run()
@@ -149,15 +179,16 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads() -> None:
-    """Leave a core to the server where there are more than two; fewer threads asked for stay fewer."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_cores > 2:
-        torch.set_num_threads(min(torch.get_num_threads(), num_cores - 1))
+def _set_threads(config: EngineConfig) -> int:
+    """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
+    num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
+    torch.set_num_threads(num_threads)
+    logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
+    return num_threads
 
 
 async def _report(engine: Engine) -> None:
-    """One line every ten seconds while requests are there: how many, how fast, how full the KV cache is."""
+    """One line every ten seconds: what loads, or while requests are there how many, how fast, how full the KV is."""
     # One row of these methods adds one token to a sequence.
     methods = {
         f"{node.module}.{method.name}"
@@ -169,6 +200,8 @@ async def _report(engine: Engine) -> None:
     while True:
         await asyncio.sleep(_REPORT_INTERVAL_S)
         state, stats = engine.state, engine.state.stats
+        if state.plan is None and state.dead is None:
+            logger.info("%s", state.loading)
         if stats is not None and engine.num_active:
             num_tokens = sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
             rate = (num_tokens - num_before) / _REPORT_INTERVAL_S

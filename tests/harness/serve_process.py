@@ -22,10 +22,11 @@ class ServeProcess:
     Args:
         flags: of `mstar serve`, besides the port.
         environment: further variables.
+        module: what to run in place of `mstar`.
     """
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "mstar", "serve", "--port", "0", *flags]
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None, module: str = "mstar") -> None:
+        command = [sys.executable, "-m", module, "serve", "--port", "0", *flags]
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
         self.log: list[str] = []

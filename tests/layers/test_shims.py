@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mstar.errors import RequestError
 from mstar.layers import kernels, shims
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
 from mstar.layers.linear import linear
+from mstar.layers.sampling import SamplingState, native, sample
+from mstar.types import SamplingParams
+from mstar_compile_cache.aoti import handles, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +31,12 @@ def call(name: str, *arguments: Any) -> Tensor | None:
     out = ctypes.c_void_p()
     if getattr(library, f"aoti_torch_cpu_{name}")(*map(as_c, arguments), ctypes.byref(out)):
         return None
-    (result,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([shims._capsule(out.value, None, None)])
-    return result  # type: ignore[no-any-return]
+    return tensors_of([out.value])[0]
 
 
 def as_c(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        (handle,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([argument])
-        return ctypes.c_void_p(shims._pointer(handle, None))
+        return ctypes.c_void_p(handles([argument])[0])
     return ctypes.c_double(argument) if isinstance(argument, float) else argument
 
 
@@ -84,29 +84,38 @@ def test_attention_of_a_layer_is_the_eager_one_and_writes_the_same(dtype: torch.
     q, k, v = merged.split((4, 2, 2), dim=1)
     backend = choose_backend("cpu", "cpu")
     right = KVBatch(plan, pools[0], pools[1], backend).attend(1, q, k, v, window=window)
-    addresses = shims.StepAddresses(num_layers=2)
+    addresses = shims.StepAddresses(own[0], own[1])
     batch = KVBatch(plan, own[0], own[1], backend)
-    result = call("attend", q, k, v, addresses.point(batch), 1, 16**-0.5, window)
+    step = addresses.of(batch)
+    result = call("attend", q, k, v, step, 1, 16**-0.5, window)
     assert result is not None
     assert torch.equal(result, right)
     for layers, expected in zip(own, pools, strict=True):
         assert all(map(torch.equal, layers, expected))
 
 
-def test_a_draw_goes_back_to_python_and_its_error_comes_up() -> None:
-    logits, seen = torch.randn(3, 5), []
+def test_a_draw_is_the_eager_one_and_marks_rows_that_are_not_finite() -> None:
+    def state() -> SamplingState:
+        made = SamplingState.allocate(6, 50, "cpu")
+        for row in range(1, 5):
+            made.set_row(row, SamplingParams(temperature=0.7 * (row % 2), repetition_penalty=1.2), key=row)
+        return made
 
-    def draw(given: Tensor, index: int) -> Tensor:
-        seen.append(index)
-        if index == 7:
-            raise RequestError("no")
-        return given.argmax(-1)
-
-    with shims.draws_by(draw):
-        ids = call("draw", logits, None, 2)
-    assert ids is not None
-    assert ids.tolist() == logits.argmax(-1).tolist()
-    with pytest.raises(RequestError, match="no"), shims.draws_by(draw):
-        assert call("draw", logits, None, 7) is None
-        raise RuntimeError("compiled code failed")
-    assert seen == [2, 7]
+    logits, rows, flags = torch.randn(4, 50), torch.tensor([1, 2, 3, 4]), torch.zeros(4, dtype=torch.uint8)
+    eager, ours, kept = state(), state(), torch.zeros(2, 4, dtype=torch.int64)
+    draws = shims.draws_operand()
+    addresses = [native.address_of(ours), kept[1].data_ptr()]
+    draws[:2] = torch.tensor([rows.data_ptr(), flags.data_ptr()])
+    draws[4:6] = torch.tensor(addresses)
+    for turn in range(3):
+        if turn == 2:
+            logits[2] = torch.nan
+        ids = call("draw", logits, draws, 1)
+        assert ids is not None
+        assert torch.equal(kept[1], ids)
+        if turn < 2:
+            assert torch.equal(ids, sample(logits, eager, rows))
+            assert torch.equal(ours.counts, eager.counts)  # type: ignore[arg-type]
+            assert torch.equal(ours.step, eager.step)
+    assert flags.tolist() == [0, 0, 1, 0]
+    assert call("draw", logits.double(), draws, 1) is None

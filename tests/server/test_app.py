@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 import mstar
 from mstar.config import ServerConfig
-from mstar.ipc.messages import Abort
+from mstar.ipc.messages import Abort, Beat, Ready
 from mstar.server.app import create_app
 
 
@@ -180,6 +180,21 @@ def test_health_is_about_the_model_and_ready_about_the_next_request(serving: Cal
             assert (await client.post("/v1/generate", json=text("a^"))).status_code == 503
             assert await statuses() == [503, 503]
             assert "device is gone" in error_of(await client.get("/health"), 503)["message"]
+
+    run(scenario())
+
+
+def test_a_model_that_loads_is_not_ready_and_says_what_it_is_at(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, served):
+            state = served.engine.state
+            plan, state.plan = state.plan, None
+            state.receive(Beat(step="compiling lm.decode, 3 of 7", seconds=9), now=0)
+            for path in ("/health", "/ready"):
+                message = error_of(await client.get(path), 503)["message"]
+                assert "the model is loading: compiling lm.decode, 3 of 7, for 9 s" in message
+            state.receive(Ready(plan=plan, max_model_len=2000), now=0)
+            assert (await client.get("/ready")).status_code == 200
 
     run(scenario())
 

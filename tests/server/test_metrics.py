@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Beat, Ready, Stats
+from mstar.ipc.messages import Beat, Compiled, Ready, Stats
 from mstar.plugin.session import SessionTable
 from mstar.plugin.spec import ModelSpec
 from mstar.server.metrics import Metrics, Timeline
@@ -161,7 +161,9 @@ def test_two_engines_do_not_share_a_registry(state: EngineState, parrot_spec: Mo
 
 def test_the_state_is_read_at_a_scrape(state: EngineState, metrics: Metrics) -> None:
     assert samples(metrics)["mstar_ready"] == 0
-    state.receive(Ready(plan=[], max_model_len=9), now=0)
+    assert samples(metrics)["mstar_compiled_methods"] == 0
+    compiled = Compiled(num_methods=3, num_built=4, seconds=0.5)
+    state.receive(Ready(plan=[], max_model_len=9, compiled=compiled), now=0)
     state.submit("r", session=None, now=0)
     stats = Stats(
         running=1, waiting=2, steps=3, pools={"lm": (4, 50)}, slots_used=6, swapped=1, swaps=7, cache_hit_tokens=8,
@@ -176,6 +178,8 @@ def test_the_state_is_read_at_a_scrape(state: EngineState, metrics: Metrics) -> 
     assert (found["mstar_requests_running_limit"], found["mstar_requests_waiting_limit"]) == (4, 8)
     assert found['mstar_kv_pages_used{pool="lm"}'] == 4 and found['mstar_kv_pages{pool="lm"}'] == 50
     assert found["mstar_slot_rows_used"] == 6
+    assert (found["mstar_compiled_methods"], found["mstar_compile_builds_total"]) == (3, 4)
+    assert found["mstar_compile_seconds"] == 0.5
     assert (found["mstar_kv_swaps_total"], found["mstar_kv_swapped"]) == (7, 1)
     assert (found["mstar_prefix_cache_hit_tokens_total"], found["mstar_prefix_cache_queried_tokens_total"]) == (8, 9)
     assert found["mstar_steps_total"] == 3 and found["mstar_long_step_seconds"] == 12

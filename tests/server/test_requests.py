@@ -189,6 +189,16 @@ def test_a_step_that_lasts_is_stuck_only_past_the_limit() -> None:
     assert state.unhealthy is None and state.unready is not None
 
 
+def test_a_model_that_loads_says_what_it_is_at_and_is_not_stuck() -> None:
+    state = make_state(ready=False, stall_timeout_s=30)
+    assert state.unready == "the model is loading"
+    state.receive(Beat(step="compiling lm.decode, 3 of 7", seconds=40), now=0)
+    assert state.unready == "the model is loading: compiling lm.decode, 3 of 7, for 40 s"
+    assert state.stuck is None and state.num_stalls == 0
+    state.receive(Ready(plan=[], max_model_len=1), now=0)
+    assert state.unready is None
+
+
 def test_nothing_is_taken_in_before_ready_when_dead_or_draining() -> None:
     state = make_state(ready=False)
     for prepare, reason in [

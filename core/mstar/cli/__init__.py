@@ -13,6 +13,7 @@ import click
 from mstar import __version__
 from mstar.cli.bench import bench
 from mstar.cli.cache import cache
+from mstar.cli.compile import compile_model
 from mstar.cli.doctor import doctor
 from mstar.cli.run import run
 from mstar.cli.serve import serve
@@ -39,7 +40,7 @@ def cli() -> None:
     """Serve composite multimodal models: encoders, language backbones, flow heads, codecs, world predictors."""
 
 
-for _command in (serve, run, bench, plugins, graph, cache, doctor):
+for _command in (serve, run, bench, plugins, graph, compile_model, cache, doctor):
     cli.add_command(_command)
 
 

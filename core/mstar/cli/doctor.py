@@ -5,7 +5,6 @@ A check returns what it found, or raises: the table of checks says what to do th
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import socket
@@ -85,6 +84,7 @@ def checks(host: str, *, port: int) -> list[Check]:
     return [
         Check("mstar", _versions, "pip install --upgrade mstar-core"),
         Check("torch", _torch, "pip install --force-reinstall torch"),
+        Check("threads", _threads, "leave OMP_NUM_THREADS out, or pass --threads"),
         Check("device", _device, "install a driver that fits, or go on with --device cpu", is_vital=False),
         Check("attention", _attention, "pip install 'mstar-core[cuda]'", is_vital=False),
         *(plugins or [Check("plugins", partial(options.choose_plugin, None), "pip install mstar-plugin-NAME")]),
@@ -103,7 +103,14 @@ def _versions() -> str:
 def _torch() -> str:
     import torch
 
-    return f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    return torch.__version__
+
+
+def _threads() -> str:
+    import torch
+
+    number, reason = config.choose_threads(usual=torch.get_num_threads())
+    return f"{number} of {config.num_cores()} cores ({reason}); --threads changes it"
 
 
 def _device() -> str:

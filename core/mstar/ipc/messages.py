@@ -79,6 +79,14 @@ ToWorker = Open | Begin | StopAt | Abort | Close | DropSession | Shutdown
 # ---- worker -> engine -----------------------------------------------------------------------------------
 
 
+class Compiled(Struct, frozen=True, kw_only=True):
+    """How many methods run as compiled code, how many artifacts (kernels too) were built for it, how long it took."""
+
+    num_methods: int = 0
+    num_built: int = 0
+    seconds: float = 0.0
+
+
 class Ready(Struct, tag=True, frozen=True, kw_only=True):
     """The worker can answer. `plan` has one line per component: (name, weights bytes, kv bytes, kv tokens).
 
@@ -87,6 +95,7 @@ class Ready(Struct, tag=True, frozen=True, kw_only=True):
 
     plan: list[tuple[str, int, int, int]]
     max_model_len: int
+    compiled: Compiled = Compiled()
 
 
 class Emit(Struct, tag=True, frozen=True, kw_only=True):
@@ -144,7 +153,7 @@ class Stats(Struct, tag=True, frozen=True, kw_only=True):
 class Beat(Struct, tag=True, frozen=True, kw_only=True):
     """A step lasts: for so long already. Sent while it goes on, and once more, with 0 s, when it is over.
 
-    `step` is "module.method", or says which of the worker's own work it is.
+    `step` is "module.method", or says which of the worker's own work it is, also before it is ready.
     """
 
     step: str

@@ -1,4 +1,4 @@
-"""Builds C++ kernels for this machine's CPU, once, into the cache folder. Runs in workers, at first use.
+"""Builds C++ kernels for this machine's CPU, once, into the compile cache. Runs in workers, at first use.
 
 Sources are plain functions over pointers, without torch's headers, so that a build takes a few seconds. `vectors.h`
 beside this module is what they share.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +17,12 @@ from typing import Any
 import torch
 
 from mstar.config import environment
+from mstar.errors import ConfigError
+from mstar_compile_cache import CacheKey, Store, StoreError, canonical, current_machine, source_hash
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
 _HEADER = Path(__file__).with_name("vectors.h")
+_BUILT = "kernel.so"
 _logger = logging.getLogger(__name__)
 
 
@@ -47,8 +46,8 @@ def library(source: Path, *, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | N
     Returns None, after one warning, where they cannot be built: callers then use torch's own.
     """
     try:
-        return _open(source, compiler=environment().compiler, folder=environment().cache / "kernels", mode=mode)
-    except (OSError, subprocess.SubprocessError) as error:
+        return _open(source, compiler=environment().compiler, store=compile_cache(), mode=mode)
+    except (OSError, subprocess.SubprocessError, StoreError, ConfigError) as error:
         detail = getattr(error, "stderr", None) or error
         _logger.warning(
             "kernels of %s cannot be built, so torch's slower ones are used; install g++ or set CXX: %s",
@@ -58,29 +57,44 @@ def library(source: Path, *, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | N
         return None
 
 
-def _open(source: Path, *, compiler: str, folder: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    version = _run(compiler, "--version")
-    identity = "\0".join((source.read_text(), _HEADER.read_text(), *_FLAGS, compiler, version, _processor()))
-    target = folder / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
-            _run(compiler, *_FLAGS, f"-I{_HEADER.parent}", "-c", str(source), "-o", compiled)
-            # Linked without -fopenmp, to share the threads of torch's own OpenMP instead of starting a second team.
-            _run(compiler, "-shared", compiled, "-o", linked)
-            os.replace(linked, target)
-    return ctypes.CDLL(str(target), mode=mode)
+def compile_cache() -> Store:
+    """This process's store of kernels and compiled methods, never closed: what is loaded is not evicted.
+
+    Raises ConfigError if its folder cannot be used.
+    """
+    return _store(environment().cache / "compiled")
 
 
-def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+@functools.cache
+def _store(root: Path) -> Store:
+    try:
+        return Store(root)
+    except (StoreError, OSError) as error:
+        raise ConfigError(f"no compiled code can be kept in {root} (MSTAR_CACHE): {error}") from error
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
-    described = Path("/proc/cpuinfo")
-    if not described.exists():
-        return platform.processor() or platform.machine()
-    lines = described.read_text().splitlines()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+def _open(source: Path, *, compiler: str, store: Store, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    key = CacheKey(
+        machine=current_machine(compiler=compiler),
+        plugin="mstar",
+        plugin_version="",
+        name=source.name,
+        source=source_hash(source, _HEADER),
+        dtype="any",
+        threads=0,
+        options=canonical(_FLAGS),
+    )
+
+    def build(folder: Path) -> None:
+        compiled = folder / "kernel.o"
+        _run(compiler, *_FLAGS, f"-I{_HEADER.parent}", "-c", str(source), "-o", str(compiled))
+        # Linked without -fopenmp, to share the threads of torch's own OpenMP instead of starting a second team.
+        _run(compiler, "-shared", str(compiled), "-o", str(folder / _BUILT))
+        compiled.unlink()
+
+    folder, _ = store.get_or_build(key, build)
+    return ctypes.CDLL(str(folder / _BUILT), mode=mode)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

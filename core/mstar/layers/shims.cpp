@@ -2,6 +2,7 @@
 // without Python, so that other threads go on meanwhile. What they need comes in `Given`, once: the kernels, torch's C
 // functions, and `draw`, which goes back to Python for the length of a draw.
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 
 struct Tensor;  // torch's AtenTensorOpaque
@@ -9,20 +10,20 @@ struct Given {
     void (*linear[2])(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
     void (*attention[2])(const void*, const void*, const void*, const void*, void*, void*, void*, int64_t, int64_t,
                          int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
-    int32_t (*draw)(Tensor* logits, int64_t index, Tensor** out);
+    int32_t (*draw)(const void* state, const void* logits, int32_t is_bfloat16, int64_t row_stride, int64_t num_rows,
+                    const int64_t* rows, int64_t* ids, uint8_t* flags, int32_t threads);
     int32_t (*get_data_ptr)(Tensor*, void**);
     int32_t (*get_dtype)(Tensor*, int32_t*);
     int32_t (*get_dim)(Tensor*, int64_t*);
     int32_t (*get_sizes)(Tensor*, int64_t**);
     int32_t (*get_strides)(Tensor*, int64_t**);
     int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor**);
-    int32_t (*new_tensor_handle)(Tensor*, Tensor**);
 };
 static Given given;
 extern "C" void set_given(const Given* values) { given = *values; }
 extern "C" int omp_get_max_threads();
 
-constexpr int32_t OK = 0, FAILED = 1, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
+constexpr int32_t OK = 0, FAILED = 1, INT64 = 4, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
 constexpr int64_t SERIAL = 1 << 18, MOST_DIMS = 8;  // as in linear.py
 
 struct View {
@@ -87,7 +88,18 @@ extern "C" int32_t aoti_torch_cpu_attend(Tensor* q, Tensor* k, Tensor* v, Tensor
     return OK;
 }
 
-extern "C" int32_t aoti_torch_cpu_draw(Tensor* logits, Tensor**, int64_t index, Tensor** out) {
-    Tensor* mine = nullptr;  // the callee's to delete
-    return given.new_tensor_handle(logits, &mine) ? FAILED : given.draw(mine, index, out);
+// `draws`: addresses of rows and of flags, then for each draw those of the sampler's state and of a copy of the ids.
+extern "C" int32_t aoti_torch_cpu_draw(Tensor* logits, Tensor* draws, int64_t index, Tensor** out) {
+    const View scores(logits), table(draws);
+    if (!scores.is_read || !table.is_read || scores.dims != 2 || !is_ours(scores.dtype) || !scores.is_contiguous(1))
+        return FAILED;
+    const int64_t one = 1, rows = scores.sizes[0];
+    if (given.empty_strided(1, &rows, &one, INT64, CPU, 0, out)) return FAILED;
+    void* const* addresses = (void* const*)table.data;
+    int64_t* const ids = (int64_t*)View(*out).data;
+    if (given.draw(addresses[2 + 2 * index], scores.data, scores.dtype == BFLOAT16, scores.strides[0], rows,
+                   (const int64_t*)addresses[0], ids, (uint8_t*)addresses[1], omp_get_max_threads()))
+        return FAILED;
+    memcpy(addresses[3 + 2 * index], ids, rows * sizeof(int64_t));
+    return OK;
 }

@@ -199,6 +199,10 @@ class _StateCollector:
         yield _gauge("requests_waiting_limit", "What --max-queue allows", state.limits.max_queue)
         yield _gauge("long_step_seconds", "Age of the worker's step if it lasts longer than a second, else 0", step_s)
         yield _counter("stalls", "Steps that took longer than --stall-timeout", state.num_stalls)
+        compiled = state.compiled
+        yield _gauge("compiled_methods", "Methods that run as compiled code", compiled.num_methods)
+        yield _gauge("compile_seconds", "What compiling, or loading its results, took at the start", compiled.seconds)
+        yield _counter("compile_builds", "Artifacts built at the start, not found in the cache", compiled.num_built)
         yield _counter("steps", "Batches run", stats.steps)
         yield _gauge("kv_pages_used", "KV pages in use, by module", used, label="pool")
         yield _gauge("kv_pages", "KV pages there are, by module", pages, label="pool")

@@ -163,6 +163,7 @@ class EngineState:
         self._mean_s = 1.0  # how long requests take, for Retry-After
         self.plan: list[tuple[str, int, int, int]] | None = None  # from Ready
         self.max_model_len = 0  # likewise
+        self.compiled = messages.Compiled()  # likewise
         self.stats: messages.Stats | None = None
         self.long_step: messages.Beat | None = None  # the worker's step, if it lasts
         self.num_stalls = 0
@@ -175,7 +176,7 @@ class EngineState:
     def stuck(self) -> str | None:
         """Which of the worker's steps takes too long, and for how long already; None: none does."""
         step = self.long_step
-        if step is None or step.seconds < self.limits.stall_timeout_s:
+        if self.plan is None or step is None or step.seconds < self.limits.stall_timeout_s:
             return None
         return f"{step.step} has been running for {step.seconds:.0f} s"
 
@@ -184,7 +185,13 @@ class EngineState:
         """Why the model cannot answer now: dead, loading or stuck. None: all is well."""
         if self.dead is not None:
             return f"the model's worker has stopped: {self.dead}"
-        return "the model is loading" if self.plan is None else self.stuck
+        return self.stuck if self.plan is not None else self.loading
+
+    @property
+    def loading(self) -> str:
+        """What is going on before the model can answer."""
+        step = self.long_step
+        return "the model is loading" + (f": {step.step}, for {step.seconds:.0f} s" if step is not None else "")
 
     @property
     def unready(self) -> str | None:
@@ -243,7 +250,8 @@ class EngineState:
         elif isinstance(message, messages.Beat):
             self._beat(message)
         elif isinstance(message, messages.Ready):
-            self.plan, self.max_model_len = message.plan, message.max_model_len
+            self.plan, self.max_model_len, self.compiled = message.plan, message.max_model_len, message.compiled
+            self.long_step = None
         elif isinstance(message, messages.Dead):
             self.dead = self.dead or message.reason  # the first says what went wrong
             error = RequestError(f"the model's worker has stopped: {message.reason}", status=503, code="worker_dead")

@@ -1,12 +1,13 @@
-"""Methods as compiled code: traced over plain tensors, kept in the compile cache, called in place of the method.
+"""Compiles methods: traced over plain tensors, kept in the compile cache, put on tapes in place of the method.
 
 Once, at load, and for every batch size: nothing is compiled for a step. What cannot be traced stays as it is, and the
-log says why. On CPUs only; compiled code runs without the GIL but for its draws. Knows methods and modules, not walks.
+log says why. On CPUs only. Knows methods and modules, not walks; `taped` runs what is compiled here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -23,13 +24,14 @@ from mstar.layers import linear, shims
 from mstar.plugin.graph import Method, Port
 from mstar.plugin.loader import installed
 from mstar.plugin.nodes import Context
-from mstar.worker.modules import Module, Modules
+from mstar.worker.modules import Code, MethodCode, Module, Modules, Output, port_dtype
+from mstar_compile_cache.aoti import CompiledCode
 
 log = logging.getLogger("mstar.worker")
 
 MOST_ROWS = 32  # of a batch that runs compiled
 _COLUMNS = ("positions", "rows", "iteration", "draw_keys")
-_PACKAGE, _SAMPLERS = "method.pt2", "samplers"  # files of an entry
+_PACKAGE, _NOTES = "method.pt2", "notes.json"  # files of an entry
 _OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # it only calls kernels
 
 
@@ -38,95 +40,67 @@ class Compilation:
     """What compiling the methods of a worker came to.
 
     Args:
-        compiled: "module.method" -> its code.
+        compiled: "module.method" -> its code, which the module has too.
         eager: "module.method" -> why it is not compiled.
         num_built: packages compiled now, rather than found in the cache.
     """
 
-    compiled: dict[str, CompiledMethod] = field(default_factory=dict)
+    compiled: dict[str, MethodCode] = field(default_factory=dict)
     eager: dict[str, str] = field(default_factory=dict)
     num_built: int = 0
     seconds: float = 0.0
+
+
+Progress = Callable[[str, int, int], None]
+"""(method, its index, how many there are): told before each."""
 
 
 class NotCompilable(Exception):
     """A method stays as it is; the message says why."""
 
 
-# ---- running ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A method's code for batches in which these ports are fed and no others; `optional` ones of them in some rows."""
-
-    program: cache.Program
-    samplers: list[str]  # in the order of their draws
-    ports: list[str]
-    optional: list[str]
-
-
-class CompiledMethod:
-    """Called as the method is. Batches that it was not compiled for run the method itself, and are counted.
-
-    Args:
-        codes: whether the method's optional ports are fed -> its code.
-    """
-
-    def __init__(
-        self, method: Method, eager: Callable[..., dict[str, Any]], codes: Mapping[bool, Code], *,
-        step: shims.StepAddresses | None, most_rows: int,
-    ) -> None:  # fmt: skip
-        self.num_runs = self.num_eager = 0
-        self._optional, self._most_rows = _optional(method), most_rows
-        self._eager, self._codes, self._step = eager, codes, step
-
-    def __call__(self, context: Context, **inputs: Tensor) -> dict[str, Any]:
-        positions = context.positions
-        fed = {inputs[name] is not None for name in self._optional} or {True}
-        is_usual = positions.dtype == torch.int64 and positions.dim() == 1 and not context.plan and len(fed) == 1
-        if not is_usual or context.num_rows > self._most_rows:
-            self.num_eager += 1
-            return self._eager(context, **inputs)
-        self.num_runs += 1
-        code = self._codes[fed.pop()]
-        columns = tuple(getattr(context, name).contiguous() for name in _COLUMNS)
-        step = None if self._step is None else self._step.point(context.kv)
-        ports = {name: inputs[name].contiguous() for name in code.ports}
-        present = {name: context.present[name] for name in code.optional}
-        with shims.draws_by(lambda logits, index: context.sample(code.samplers[index], logits)):
-            return code.program(columns, step, context.slots, ports, present)  # type: ignore[no-any-return]
-
-
 # ---- compiling ----------------------------------------------------------------------------------------------
 
 
 class TracedMethod(nn.Module):
-    """A method as a function of plain tensors: `columns` (as `_COLUMNS`), the attention's step, slots, row ports, and
-    for optional ports which rows have them. Optional ports that are not given are absent in all rows."""
+    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, `shims.DrawTable`'s
+    operand, slots, row ports, and for optional ports which rows have them. Optional ports that are not given are absent
+    in all rows. Returns a list, the outputs that are not None.
+    """
 
     def __init__(self, module: Module, method: Method) -> None:
         super().__init__()
         self.node = module.node
-        self.method = method.name
+        self.method = method
+        self.widths = {name: state.vocab_size for name, state in module.slots.samplers.items()}
         self.optional = _optional(method)
-        samplers = dict[int, str]()  # by the number of the draw
-        self.samplers, self._note = samplers.values, samplers.__setitem__  # the export undoes changes to attributes
+        notes: dict[str, Any] = {"samplers": [], "outputs": []}
+        self._note, self.noted = notes.__setitem__, notes.__getitem__  # the export undoes changes to attributes
+
+    @property
+    def notes(self) -> str:
+        """JSON: its samplers in the order of their draws, and its outputs; known once it has been traced."""
+        return json.dumps({name: self.noted(name) for name in ("samplers", "outputs")})
 
     def forward(
-        self, columns: tuple[Tensor, ...], step: Tensor | None, slots: dict[str, Tensor], ports: dict[str, Tensor],
-        present: dict[str, Tensor],
-    ) -> dict[str, Tensor | None]:  # fmt: skip
-        given: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=True))
+        self, columns: tuple[Tensor, ...], step: Tensor | None, draws: Tensor, slots: dict[str, Tensor],
+        ports: dict[str, Tensor], present: dict[str, Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         num_rows = columns[0].shape[0]
         absent = [name for name in self.optional if name not in ports]
-        drawn = list[Tensor]()
+        drawn = list[str]()
 
         def draw(name: str, logits: Tensor) -> Tensor:
-            self._note(len(drawn), name)
-            after = drawn[-1] if drawn else None  # keeps them in order
-            drawn.append(torch.ops.mstar.draw(logits, after, len(drawn)))
-            return drawn[-1]
+            if name not in self.widths:
+                raise NotCompilable(f"it draws by {name!r}, which is not one of its samplers")
+            width = self.widths[name]
+            if logits.dim() != 2 or logits.shape[1] != width:
+                raise NotCompilable(f"{name!r} draws from {tuple(logits.shape)}, not (rows, {width})")
+            if len(drawn) == shims.MOST_DRAWS:
+                raise NotCompilable(f"it draws more than {shims.MOST_DRAWS} times")
+            drawn.append(name)
+            logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
+            return torch.ops.mstar.draw(logits.contiguous(), draws, len(drawn) - 1)  # type: ignore[no-any-return]
 
         context = Context(
             num_rows=num_rows,
@@ -135,11 +109,28 @@ class TracedMethod(nn.Module):
             sample=draw,
             slots=slots,
             present={**present, **{name: torch.zeros(num_rows, dtype=torch.bool) for name in absent}},
-            **given,
+            **dict(zip(_COLUMNS, columns, strict=True)),  # type: ignore[arg-type]
         )
         if step is not None:
             context.kv = shims.TracedKV(step)  # type: ignore[assignment]
-        return getattr(self.node, self.method)(context, **ports, **dict.fromkeys(absent))  # type: ignore[no-any-return]
+        made = getattr(self.node, self.method.name)(context, **ports, **dict.fromkeys(absent))
+        kept = self._checked(made, num_rows)
+        self._note("samplers", drawn)
+        self._note("outputs", [(n, str(v.dtype).removeprefix("torch."), list(map(int, v.shape[1:]))) for n, v in kept])
+        return [value.contiguous() for _, value in kept]
+
+    def _checked(self, made: Any, num_rows: Any) -> list[tuple[str, Tensor]]:
+        """The outputs there are, by port."""
+        names = [port.name for port in self.method.outputs]
+        if not isinstance(made, dict) or sorted(made) != sorted(names):
+            raise NotCompilable(f"it does not return a dict of its output ports, {', '.join(names) or 'none'}")
+        kept = [(port, made[port.name]) for port in self.method.outputs if made[port.name] is not None]
+        for port, value in kept:
+            if not isinstance(value, Tensor) or port.layout != "rows" or value.dim() == 0:
+                raise NotCompilable(f"its output {port.name!r} is not a tensor of rows")
+            if value.shape[0] != num_rows or port.shape not in (None, tuple(value.shape[1:])):
+                raise NotCompilable(f"its output {port.name!r} is {tuple(value.shape)}, not as its port says")
+        return [(port.name, value) for port, value in kept]
 
 
 class Compiler:
@@ -155,11 +146,13 @@ class Compiler:
         self._plugin = plugin
         self._version = next((found.version for found in installed() if found.name == plugin), "")
 
-    def run(self) -> Compilation:
+    def run(self, progress: Progress = lambda *_: None) -> Compilation:
         """Compile all methods of the graph that can be compiled, or load what was compiled before."""
         started, result = time.perf_counter(), Compilation()
         pairs = [(self._modules[node.module], method) for node in self._modules.graph.nodes for method in node.methods]
-        for name, (module, method) in {f"{m.name}.{method.name}": (m, method) for m, method in pairs}.items():
+        methods = {f"{module.name}.{method.name}": (module, method) for module, method in pairs}
+        for index, (name, (module, method)) in enumerate(methods.items()):
+            progress(name, index, len(methods))
             try:
                 self._check(module, method)
                 code = self._compiled(module, method)
@@ -167,8 +160,7 @@ class Compiler:
                 result.eager[name] = _reason(error)
                 log.info("%s is not compiled: %s", name, result.eager[name])
                 continue
-            module.methods = {**module.methods, method.name: code}
-            result.compiled[name] = code
+            module.codes[method.name] = result.compiled[name] = code
         result.num_built, result.seconds = self._store.counters.builds, time.perf_counter() - started
         log.info(
             "%d methods are compiled, by %d packages built now, in %.1f s; %d are not",
@@ -195,18 +187,15 @@ class Compiler:
         if not shims.load():
             raise NotCompilable("kernels cannot be built here")
 
-    def _compiled(self, module: Module, method: Method) -> CompiledMethod:
-        layout = module.node.kv_layout
-        step = shims.StepAddresses(layout.num_layers) if method.kv is not None and layout is not None else None
-        kinds = (False, True) if _optional(method) else (True,)
-        codes = {is_fed: self._code(module, method, step, is_fed=is_fed) for is_fed in kinds}
-        most_rows = min(MOST_ROWS, linear.kernel(self._modules.dtype)[1])
-        return CompiledMethod(method, module.methods[method.name], codes, step=step, most_rows=most_rows)
+    def _compiled(self, module: Module, method: Method) -> MethodCode:
+        absent = self._code(module, method, is_fed=False) if _optional(method) else None
+        fed = self._code(module, method, is_fed=True)
+        return MethodCode(fed, absent, most_rows=min(MOST_ROWS, linear.kernel(self._modules.dtype)[1]))
 
-    def _code(self, module: Module, method: Method, step: shims.StepAddresses | None, *, is_fed: bool) -> Code:
+    def _code(self, module: Module, method: Method, *, is_fed: bool) -> Code:
         traced = TracedMethod(module, method)
         ports = [port for port in method.inputs if is_fed or not port.optional]
-        examples, shapes = self._examples(module, ports, step)
+        examples, shapes = self._examples(module, method, ports)
 
         def build(folder: Path) -> None:
             log.info("compiling %s.%s", module.name, method.name)
@@ -215,29 +204,32 @@ class Compiler:
                     traced, examples, out=folder / _PACKAGE, dynamic_shapes=shapes,
                     options=_OPTIONS | shims.compiler_options(),
                 )  # fmt: skip
-            (folder / _SAMPLERS).write_text("\n".join(traced.samplers()))
+            (folder / _NOTES).write_text(traced.notes)
 
         folder, _ = self._store.get_or_build(self._key(module, method, ports), build)
         program = cache.aot_load(folder / _PACKAGE, weights=traced.state_dict())
-        samplers = (folder / _SAMPLERS).read_text().splitlines()
-        return Code(program, samplers, [port.name for port in ports], [port.name for port in ports if port.optional])
+        if not isinstance(program.code, CompiledCode):
+            raise NotCompilable("it calls an operator that compiled code cannot call without Python")
+        notes = json.loads((folder / _NOTES).read_text())
+        names = [*_COLUMNS, *["step"] * (method.kv is not None), "draws"]
+        names += [f"slot {name}" for name in module.slots.tensors]
+        names += [f"port {port.name}" for port in ports] + [f"present {port.name}" for port in ports if port.optional]
+        outputs = [Output(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in notes["outputs"]]
+        return Code(program, names, outputs, notes["samplers"])
 
-    def _examples(
-        self, module: Module, ports: list[Port], step: shims.StepAddresses | None
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _examples(self, module: Module, method: Method, ports: list[Port]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Operands of two rows, and which of their dimensions vary."""
         batch = {0: torch.export.Dim("batch", min=1, max=MOST_ROWS)}
         slot_rows = {0: torch.export.Dim("slot_rows", min=2)}
-        dtypes = {
-            port.name: self._modules.dtype if port.dtype == "float" else getattr(torch, port.dtype) for port in ports
-        }
-        inputs = {port.name: torch.zeros((2, *(port.shape or ())), dtype=dtypes[port.name]) for port in ports}
+        types = {port.name: port_dtype(port, self._modules.dtype) for port in ports}
+        inputs = {port.name: torch.zeros((2, *(port.shape or ())), dtype=types[port.name]) for port in ports}
         present = {port.name: torch.ones(2, dtype=torch.bool) for port in ports if port.optional}
         columns = tuple(torch.zeros(2, dtype=torch.int64) for _ in _COLUMNS)
-        slots = dict(module.slots.tensors)
-        examples = columns, None if step is None else step.tensor, slots, inputs, present
+        slots, layout = dict(module.slots.tensors), module.node.kv_layout
+        step = shims.step_operand(layout.num_layers) if method.kv is not None and layout is not None else None
+        examples = columns, step, shims.draws_operand(), slots, inputs, present
         varying = dict.fromkeys(slots, slot_rows), dict.fromkeys(inputs, batch), dict.fromkeys(present, batch)
-        return examples, ((batch,) * len(columns), None, *varying)
+        return examples, ((batch,) * len(columns), None, None, *varying)
 
     def _key(self, module: Module, method: Method, ports: list[Port]) -> cache.CacheKey:
         node = module.node

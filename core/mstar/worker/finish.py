@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from mstar.errors import PluginError, RequestError
+from mstar.layers.sampling.native import NOT_FINITE
 from mstar.observe import redact
 from mstar.plugin.graph import Method, Port
 from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.modules import Module, Modules
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Work, add_counts
+from mstar.worker.tape import Later, Tape, now
 
 _attributes = attrgetter("row", "iteration", "draw_key", "position", "length", "sequence")  # as `Columns` has them
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -49,11 +51,31 @@ class Columns(NamedTuple):
 
 
 @dataclass(slots=True)
+class Running:
+    """A tape with a step's calls.
+
+    Args:
+        entries: of `Module.method_s`, which get its times.
+        flags: (B,) uint8, rows whose logits were not finite at a draw; None where nothing is drawn.
+    """
+
+    tape: Tape
+    entries: list[list[float]]
+    flags: Tensor | None
+
+    def settle(self) -> None:
+        """Wait for it. Raises RuntimeError if it failed."""
+        self.tape.wait()
+        for entry, nanoseconds in zip(self.entries, self.tape.nanoseconds.tolist(), strict=True):
+            entry[2] += nanoseconds * 1e-9
+
+
+@dataclass(slots=True)
 class Step:
     """A batch that has been launched, and its outputs on the device.
 
     Args:
-        row_ids: ids that rows wrote, told to the pool at the finish.
+        row_ids: ids (B,) that rows wrote, told to the pool at the finish.
         parts: of a fused unit, the steps of its methods with a `finish` hook, whose ports are the unit's with `prefix`.
     """
 
@@ -61,9 +83,18 @@ class Step:
     outputs: dict[str, Any]
     starts: list[int]
     columns: Columns
-    row_ids: Tensor | None
+    row_ids: Tensor | Later | None
     parts: list[Step] = field(default_factory=list)
     prefix: str = ""
+    running: Running | None = None
+
+    def settle(self) -> None:
+        """Wait for what runs; from here on its outputs are tensors. Raises RuntimeError if it failed."""
+        if self.running is not None:
+            self.running.settle()
+            self.outputs = {port: now(value) for port, value in self.outputs.items()}
+            for part in self.parts:
+                part.outputs = {port: now(value) for port, value in part.outputs.items()}
 
 
 def finish(step: Step, modules: Modules) -> Finished:
@@ -86,8 +117,11 @@ def finish(step: Step, modules: Modules) -> Finished:
 
 
 def _finish(step: Step, modules: Modules, index: list[int]) -> Finished:
+    step.settle()
     works, result = step.batch.works, Finished()
     module, op = modules[step.batch.key[0]], works[0].op
+    if step.running is not None and step.running.flags is not None:
+        index = _without_broken(step, index, result, flags=step.running.flags)
     if op.has_tokens:
         index = [i for i in index if _is_ending(step, op.method, i, works[i], result)]
     elif step.row_ids is not None and module.pool is not None:
@@ -139,6 +173,13 @@ def _finish_parts(
     return index, [given[i] for i in index]
 
 
+def _without_broken(step: Step, index: list[int], result: Finished, *, flags: Tensor) -> list[int]:
+    """Fail the works whose draws had no finite logits; the others go on."""
+    broken = [i for i in flags.nonzero()[:, 0].tolist() if i in index]
+    result.failed += [(step.batch.works[i], PluginError(NOT_FINITE)) for i in broken]
+    return [i for i in index if i not in broken]
+
+
 def _is_ending(step: Step, method: Method, i: int, work: Work, result: Finished) -> bool:
     """Whether a work's last chunk has run, whose outputs count; otherwise what follows is decided here."""
     if work.is_rebuild and work.sequence is not None and work.sequence.row < 0:
@@ -168,7 +209,8 @@ def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
 def _learn(step: Step, pool: KVPool, index: list[int]) -> None:
     """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
     assert step.row_ids is not None
-    rows = list(zip(step.columns.sequences, step.columns.lengths, step.row_ids.tolist(), strict=True))
+    ids = now(step.row_ids).tolist()[: len(step.batch.works)]
+    rows = list(zip(step.columns.sequences, step.columns.lengths, ids, strict=True))
     pool.learn(rows if len(index) == len(rows) else [rows[i] for i in index])
 
 

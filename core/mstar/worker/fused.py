@@ -17,9 +17,10 @@ from mstar.plugin.graph import Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Step, explain
-from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last
+from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, task_of
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Row, Work
+from mstar.worker.tape import now
 
 if TYPE_CHECKING:
     from mstar.worker.runner import Runner
@@ -59,7 +60,8 @@ class _UnitRun:
         plan = self.plans.get(at_kv, _EMPTY_PLAN)
         base = self.runner.context(lead, self.works, plan, self.layout, self.columns, self.traces)
         self.base = base
-        self.inputs = {p.name: self.runner.collate(p, self.works, self.layout, base) for p in self.op.method.inputs}
+        ports = self.op.method.inputs
+        self.inputs = {port.name: now(self.runner.collate(port, self.works, self.layout, base)) for port in ports}
         self.rows = {name: base.rows if name == lead.name else self._rows(name) for name in self.unit.modules}
         for name, rows in self.rows.items():
             self.traces.save(self.modules[name].slots, rows)
@@ -119,9 +121,13 @@ class _UnitRun:
         module, method, value_of = self.modules[run.key[0]], run.method, dict(run.inputs)
         try:
             inputs = {port.name: self._input(port, index, value_of.get(port.name), context) for port in method.inputs}
-            with module.timed(method.name, calls=1, rows=len(self.works)):
-                outputs = module.methods[method.name](context, **inputs)
-            self.runner.check(module, method, outputs, self.layout)
+            outputs: dict[str, Any] | None = None
+            if self.runner.taper is not None:
+                outputs = self.runner.taper.call(run, context, inputs, self.works, self.traces)
+            if outputs is None:
+                with module.timed(method.name, calls=1, rows=len(self.works)):
+                    outputs = module.methods[method.name](context, **inputs)
+                self.runner.check(module, method, outputs, self.layout)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # which of the methods it was is known here alone
             raise explain(error, ".".join(run.key))  # noqa: B904  # its cause is set
         return outputs
@@ -150,34 +156,10 @@ class _UnitRun:
             made = {port: self.values[value] for port, value in run.inputs if value in self.values}
             inside = {port: None if batch is None else Batched(batch) for port, batch in made.items()}
             self.tasks[at] = [
-                self._task(work, run, index, number, {p: b and Row(b, i) for p, b in inside.items()})
+                task_of(work, run, index, number, {p: b and Row(b, i) for p, b in inside.items()})
                 for i, work in enumerate(self.works)
             ]
         return self.tasks[at]
-
-    @staticmethod
-    def _task(work: Work, run: Run, index: int, number: int | None, inside: dict[str, Any]) -> Work:
-        has_kv = run.method.kv is not None
-        own = {port.name: f"{index}.{port.name}" for port in run.method.inputs}
-        return Work(
-            request_id=work.request_id,
-            path=work.path,
-            inputs={port: work.inputs.get(name) for port, name in own.items()} | inside,
-            iteration=work.iteration if number is None else number,
-            length=work.length if has_kv else 0,
-            position=work.position if has_kv else 0.0,
-            num_tokens=work.num_tokens if has_kv else 0,
-            chunks={port: work.chunks[name] for port, name in own.items() if name in work.chunks},
-            fields=work.fields,
-            params=work.params,
-            state=work.scope.states.get(run.key[0]),
-            draw_key=work.draw_key,
-            request=work.request,
-            cursor=work.cursor,
-            op=run,
-            key=run.key,
-            scope=work.scope,
-        )
 
 
 @cache

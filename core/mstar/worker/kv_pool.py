@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -147,6 +147,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         prefix_cache: bool = True,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         assert min(num_pages - 1, page_size) > 0, (num_pages, page_size)
         self.num_pages = num_pages
@@ -159,6 +160,7 @@ class KVPool:
         self.values: list[Tensor] = list(self._storage[1].unbind(0))
         self.hit_tokens = self.queried_tokens = 0
         self._prefix_cache = prefix_cache
+        self._fence = fence
         self._cache = PrefixCache()
         self._references = [0] * num_pages
         self._freed: list[int] = []
@@ -443,6 +445,7 @@ class KVPool:
 
     def read_pages(self, pages: list[int]) -> Tensor:
         """A copy in host memory: (2, num_layers, n, num_kv_heads, page_size, head_dim), keys first."""
+        self._fence()
         index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
         return self._storage.index_select(2, index).cpu()
 
@@ -462,6 +465,7 @@ class KVPool:
             return False
         pages = [self._take() for _ in range(num_pages)]
         if pages:
+            self._fence()
             index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
             self._storage.index_copy_(2, index, content.to(self._storage.device))
         for page in pages:
@@ -502,6 +506,7 @@ class KVPool:
             self._cache.remove(page)
             return
         copy = self._take()
+        self._fence()
         self._storage[:, :, copy].copy_(self._storage[:, :, page])
         self._references[page] -= 1
         sequence.pages[index] = copy

@@ -5,6 +5,7 @@ Used for single methods and fused units alike. Knows works and modules; does not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ from mstar.errors import PluginError
 from mstar.layers.sampling import SamplingState, sample, unsample
 from mstar.plugin.graph import Method
 from mstar.plugin.nodes import Plan
-from mstar.worker.finish import Step
+from mstar.plugin.program import Run
+from mstar.worker.finish import Running, Step
 from mstar.worker.modules import Module
 from mstar.worker.slots import SlotPool
 from mstar.worker.state import Work
@@ -25,12 +27,14 @@ from mstar.worker.state import Work
 
 @dataclass(slots=True)
 class Launched:
-    """Outputs and inputs by port, the plan of the method with the KV, and steps of a unit's methods with a `finish`."""
+    """Outputs and inputs by port, the KV method's plan, steps of a unit's methods with a `finish`, and the
+    tape."""
 
     outputs: dict[str, Any]
     inputs: dict[str, Any]
     plan: Plan
     parts: list[Step] = field(default_factory=list)
+    running: Running | None = None
 
 
 @dataclass(slots=True)
@@ -38,10 +42,12 @@ class Traces:
     """What methods change besides their outputs.
 
     Args:
+        fence: waits for what changes slots and samplers meanwhile.
         draws: (sampler, rows, ids) of every `ctx.sample`.
         saved: (slots, rows, what they held before).
     """
 
+    fence: Callable[[], None]
     draws: list[tuple[SamplingState, Tensor, Tensor]] = field(default_factory=list)
     saved: list[tuple[SlotPool, Tensor, dict[str, Tensor]]] = field(default_factory=list)
 
@@ -51,6 +57,7 @@ class Traces:
 
     def undo(self, at: slice = slice(None)) -> None:
         """Nothing that was drawn or written to slots stays, of these tasks."""
+        self.fence()
         for state, rows, ids in reversed(self.draws):
             unsample(state, rows[at], ids[at])
         for slots, rows, held in self.saved:
@@ -102,14 +109,44 @@ class BatchLayout:
 
 def draw(module: Module, works: list[Work], rows: Tensor, traces: Traces, name: str, logits: Tensor) -> Tensor:
     """`ctx.sample`: remembers what it drew, so that it can be taken back."""
-    if name not in module.slots.samplers:
-        raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
-    if not all(name in work.request.info.samplers for work in works):
-        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
+    require_sampler(module, works, name)
     state = module.slots.samplers[name]
     ids = sample(logits, state, rows)
     traces.draws.append((state, rows, ids))
     return ids
+
+
+def require_sampler(module: Module, works: list[Work], name: str) -> None:
+    """Raise PluginError unless the module has this sampler, and each work parameters for it."""
+    if name not in module.slots.samplers:
+        raise PluginError(f"{module.name} has no sampler {name!r}; its samplers are {', '.join(module.slots.samplers)}")
+    if not all(name in work.request.info.samplers for work in works):
+        raise PluginError(f"sampler {name!r} has no parameters; Processor.encode gives them in Encoded.samplers")
+
+
+def task_of(work: Work, run: Run, index: int, number: int | None, inside: dict[str, Any]) -> Work:
+    """A work as the hooks of call `index` of its unit know it; `inside`: inputs that the unit has made."""
+    has_kv = run.method.kv is not None
+    own = {port.name: f"{index}.{port.name}" for port in run.method.inputs}
+    return Work(
+        request_id=work.request_id,
+        path=work.path,
+        inputs={port: work.inputs.get(name) for port, name in own.items()} | inside,
+        iteration=work.iteration if number is None else number,
+        length=work.length if has_kv else 0,
+        position=work.position if has_kv else 0.0,
+        num_tokens=work.num_tokens if has_kv else 0,
+        chunks={port: work.chunks[name] for port, name in own.items() if name in work.chunks},
+        fields=work.fields,
+        params=work.params,
+        state=work.scope.states.get(run.key[0]),
+        draw_key=work.draw_key,
+        request=work.request,
+        cursor=work.cursor,
+        op=run,
+        key=run.key,
+        scope=work.scope,
+    )
 
 
 @cache

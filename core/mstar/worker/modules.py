@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,21 +19,63 @@ from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
 from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key
+from mstar.plugin import program
 from mstar.plugin.fuse import Hooks, fuse_all
-from mstar.plugin.graph import Graph
+from mstar.plugin.graph import Graph, Port
 from mstar.plugin.nodes import Node
-from mstar.plugin.program import Program, compile_graph
+from mstar.plugin.program import compile_graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.types import SamplingParams
 from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.slots import SlotPool
 from mstar.worker.state import Scope, Tenant
 from mstar.worker.swap import SwapSpace
+from mstar.worker.tape import Queue
+from mstar_compile_cache import Program
 
 log = logging.getLogger("mstar.worker")
 
 CPU_KV_BYTES = 2 * 1024**3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Output(NamedTuple):
+    """What compiled code makes of a port: (B, *shape)."""
+
+    port: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A method's compiled code, for batches in which its optional ports are fed, or are not.
+
+    Args:
+        operands: what it takes, in order: columns of the context by name, "step", "draws", "slot NAME", "port NAME" and
+            "present NAME".
+        samplers: in the order of its draws.
+    """
+
+    program: Program
+    operands: list[str]
+    outputs: list[Output]
+    samplers: list[str]
+
+
+@dataclass(slots=True)
+class MethodCode:
+    """A method as compiled code, and how often it ran that way, or eagerly where it could not.
+
+    Args:
+        absent: for batches in which no row has an optional port; None where there is none.
+    """
+
+    fed: Code
+    absent: Code | None
+    most_rows: int
+    num_runs: int = 0
+    num_eager: int = 0
 
 
 class _Timed:
@@ -58,6 +100,7 @@ class Module:
     Args:
         prepare, finish: its hooks, by method name.
         method_s: method -> [calls, rows, seconds in the method and its hooks].
+        codes: those of its methods that are compiled.
     """
 
     name: str
@@ -68,13 +111,18 @@ class Module:
     prepare: Mapping[str, Callable[..., Any]]
     finish: Mapping[str, Callable[..., Any]]
     method_s: dict[str, list[float]] = field(default_factory=dict)
+    codes: dict[str, MethodCode] = field(default_factory=dict)
 
     def timed(self, method: str, *, calls: int = 0, rows: int = 0) -> _Timed:
         """Account the time of a block to a method."""
+        return _Timed(self.counted(method, calls=calls, rows=rows))
+
+    def counted(self, method: str, *, calls: int, rows: int) -> list[float]:
+        """A method's entry, with calls of so many rows added to it."""
         entry = self.method_s.setdefault(method, [0, 0, 0.0])
         entry[0] += calls
         entry[1] += rows
-        return _Timed(entry)
+        return entry
 
     @property
     def weights_bytes(self) -> int:
@@ -98,6 +146,12 @@ def model_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
+def port_dtype(port: Port, dtype: torch.dtype) -> torch.dtype:
+    """A port's dtype where the model's is `dtype`."""
+    found: torch.dtype = dtype if port.dtype == "float" else getattr(torch, port.dtype)
+    return found
+
+
 def draw_name(name: str, ordinal: int) -> str:
     """What a scope draws by: an item of a later round of the same Each draws other numbers than the first."""
     return f"{name}#{ordinal}" if ordinal else name
@@ -114,6 +168,7 @@ class Modules:
         nodes = self._load(spec, graph, checkpoint)
         self.max_model_len, pages = self._pages(nodes, self._model_len(spec, checkpoint))
         self.by_name = {name: self._module(name, node, pages.get(name, 0)) for name, node in nodes.items()}
+        self.queue: Queue | None = None  # where compiled code runs meanwhile
         self.swap_space = SwapSpace(config.swap_space_bytes)
         self.rebuilders = {
             node.module: (node, method)
@@ -125,7 +180,12 @@ class Modules:
     def __getitem__(self, name: str) -> Module:
         return self.by_name[name]
 
-    def compile(self, graph: Graph) -> dict[str, Program]:
+    def fence(self) -> None:
+        """Wait for what runs meanwhile: before anybody else touches what it reads or writes."""
+        if self.queue is not None:
+            self.queue.wait()
+
+    def compile(self, graph: Graph) -> dict[str, program.Program]:
         """Walk name -> the program to run it by: loops fused, unless that is off."""
         programs = compile_graph(graph)
         if self.config.enforce_eager:
@@ -205,8 +265,10 @@ class Modules:
                 dtype=self.dtype,
                 device=self.device,
                 prefix_cache=self.config.enable_prefix_caching,
+                fence=self.fence,
             )
-        slots = SlotPool(node.slots, node.samplers, rows=self.config.max_num_seqs + 1, device=self.device)
+        rows = self.config.max_num_seqs + 1
+        slots = SlotPool(node.slots, node.samplers, rows=rows, device=self.device, fence=self.fence)
         names = [m.name for n in self.graph.nodes if n.module == name for m in n.methods]
         return Module(
             name=name,

@@ -24,9 +24,11 @@ from mstar.plugin.program import MethodKey
 from mstar.worker.finish import Columns, Finished, Step, explain, finish
 from mstar.worker.fused import run_unit
 from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last
-from mstar.worker.modules import Module, Modules
+from mstar.worker.modules import Module, Modules, port_dtype
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain, settled
+from mstar.worker.tape import Later, now
+from mstar.worker.taped import Taper
 
 MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
 
@@ -46,6 +48,7 @@ class Runner:
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
+        self.taper: Taper | None = None  # once methods are compiled
         self._layouts: dict[tuple[MethodKey, int], BatchLayout] = {}  # of methods whose rows are alike
         self._stacked: dict[tuple[MethodKey, str], tuple[list[Any], Tensor]] = {}  # a port's last values, as a batch
 
@@ -74,29 +77,34 @@ class Runner:
         """Prepare, collate and call the method; then count what it wrote. Undone if it raises."""
         works, module = batch.works, self.modules[batch.key[0]]
         method, layout, columns = works[0].op.method, self._layout(batch.key, works), Columns.of(works)
-        traces = Traces()
+        traces = Traces(self.modules.fence)
         run = self._run_method if works[0].op.unit is None else partial(run_unit, self)
         try:
-            launched = run(batch, layout, columns, traces)
+            launched = None if self.taper is None else self.taper.launch(batch, layout, columns, traces)
+            if launched is None:
+                self.modules.fence()
+                launched = run(batch, layout, columns, traces)
         except BaseException:
             traces.undo()
             raise
         plan = launched.plan
         self._commit(module, method, works, plan, layout, columns)
         ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
-        row_ids = launched.inputs[ids_port][: len(works)] if ids_port is not None else None
+        row_ids = launched.inputs[ids_port] if ids_port is not None else None
         if self.overlap:
             for index, work in enumerate(works):
                 work.scope.tenant.in_flight += 1
                 work.undo = partial(self._undo_work, work, index, plan, traces)
-        return Step(batch, launched.outputs, layout.starts, columns, row_ids, launched.parts)
+        return Step(
+            batch, launched.outputs, layout.starts, columns, row_ids, launched.parts, running=launched.running
+        )  # fmt: skip
 
     def _run_method(self, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched:
         works, (name, method_name) = batch.works, batch.key
         module, method = self.modules[name], works[0].op.method
         plan = self.prepare(batch, layout)
         context = self.context(module, works, plan, layout, columns, traces)
-        inputs = {port.name: self.collate(port, works, layout, context) for port in method.inputs}
+        inputs = {port.name: now(self.collate(port, works, layout, context)) for port in method.inputs}
         traces.save(module.slots, context.rows)
         with module.timed(method_name, calls=1, rows=len(works)):
             outputs = module.methods[method_name](context, **inputs)
@@ -223,7 +231,7 @@ class Runner:
     # ---- collate and split ------------------------------------------------------------------------------
 
     def collate(self, port: Port, works: list[Work], layout: BatchLayout, context: Context) -> Any:
-        """A port's values as one batch; says in the context which are there."""
+        """A port's values as one batch, maybe a `Later`; says in the context which are there."""
         values = [work.inputs.get(port.name) for work in works]
         if port.layout == "item":
             return [settled(v) for v in values]
@@ -242,18 +250,21 @@ class Runner:
             context.present[port.name] = everywhere(layout.num_rows, True, self.device)
         batch = self._stack(values, (works[0].key, port.name))
         if layout.num_padding:
-            batch = repeat_last(batch, layout.num_padding)
+            batch = repeat_last(now(batch), layout.num_padding)
         return self.cast(port, batch)
 
-    def _stack(self, values: list[Any], port: tuple[MethodKey, str]) -> Tensor:
+    def _stack(self, values: list[Any], port: tuple[MethodKey, str]) -> Tensor | Later:
         """Rows side by side; without copying where they lie so already, or are the very ones of the last step."""
         first = values[0]
         if type(first) is Row:
-            source = first.batch.tensor
-            index = [v.at for v in values if type(v) is Row and v.batch.tensor is source]
+            given = first.batch.given
+            index = [v.at for v in values if type(v) is Row and v.batch.given is given]
             if len(index) == len(values):
+                if index == list(range(given.shape[0])):
+                    return given
+                source = first.batch.tensor
                 if index == list(range(len(index))):
-                    return source if len(index) == source.shape[0] else source[: len(index)]
+                    return source[: len(index)]
                 return source.index_select(0, torch.tensor(index, device=source.device))
         before, batch = self._stacked.get(port, ([], None))
         if batch is None or len(before) != len(values) or not all(map(is_, before, values)):
@@ -280,15 +291,14 @@ class Runner:
             for work, value in zip(works, present, strict=True)
         ]
         batch = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return self.cast(port, repeat_last(batch, layout.num_tokens - batch.shape[0]))
+        return now(self.cast(port, repeat_last(batch, layout.num_tokens - batch.shape[0])))  # type: ignore[no-any-return]
 
-    def cast(self, port: Port, batch: Tensor) -> Tensor:
+    def cast(self, port: Port, batch: Tensor | Later) -> Tensor | Later:
         """A batch in the port's dtype."""
-        if port.dtype == "float":
-            dtype = self.modules.dtype
-        else:
-            dtype = getattr(torch, port.dtype)
-        return batch if batch.dtype == dtype and batch.device == self.device else batch.to(self.device, dtype)
+        dtype = port_dtype(port, self.modules.dtype)
+        if batch.dtype == dtype and (isinstance(batch, Later) or batch.device == self.device):
+            return batch
+        return now(batch).to(self.device, dtype)  # type: ignore[no-any-return]
 
     def check(self, module: Module, method: Method, outputs: Any, layout: BatchLayout) -> None:
         """Outputs that do not fit their ports are the plugin's fault; say which."""

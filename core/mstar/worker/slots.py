@@ -6,7 +6,7 @@ know requests, or what the rows mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ class SlotPool:
 
     Args:
         rows: row 0 included.
+        fence: waits for what changes rows meanwhile.
 
     Attributes:
         tensors: slot name -> (R, *shape).
@@ -41,10 +42,12 @@ class SlotPool:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], samplers: Sequence[Sampler], *, rows: int, device: torch.device | str
-    ) -> None:
+        self, slots: Sequence[Slot], samplers: Sequence[Sampler], *, rows: int, device: torch.device | str,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         assert rows > 1, rows
         self.rows = rows
+        self._fence = fence
         self.tensors: dict[str, Tensor] = {
             slot.name: torch.zeros((rows, *slot.shape), dtype=slot.dtype, device=device) for slot in slots
         }
@@ -77,6 +80,7 @@ class SlotPool:
 
     def copy_slots(self, source: int, target: int) -> None:
         """Let a forked item begin with its parent's slots; its samplers are its own."""
+        self._fence()
         for tensor in self.tensors.values():
             tensor[target].copy_(tensor[source])
 
@@ -84,6 +88,7 @@ class SlotPool:
         """Give a row back."""
         assert row in range(1, self.rows), f"row {row} is not in use"
         assert row not in self._free, f"row {row} is not in use"
+        self._fence()
         for state in self.samplers.values():
             state.clear_row(row)
         self._free.append(row)
@@ -94,11 +99,13 @@ class SlotPool:
 
     def restore(self, rows: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Put back what `save` returned for the same rows."""
+        self._fence()
         for name, values in saved.items():
             self.tensors[name][rows] = values
 
     def swap_out(self, row: int) -> SavedRow:
         """Move a row to host memory and give it back."""
+        self._fence()
         saved = SavedRow(
             {name: tensor[row].to("cpu", copy=True) for name, tensor in self.tensors.items()},
             {name: state.snapshot_row(row) for name, state in self.samplers.items()},
@@ -122,6 +129,7 @@ class SlotPool:
         assert all(state.rows == self.rows for state in self.samplers.values()), "a sampler has too few rows"
 
     def _take(self) -> int:
+        self._fence()
         if not self._free:
             self._grow()
         return self._free.pop()

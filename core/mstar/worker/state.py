@@ -24,16 +24,26 @@ from mstar.types import Path
 from mstar.worker.kv_pool import Sequence
 from mstar.worker.slots import SavedRow
 from mstar.worker.streams import StreamBuffer
+from mstar.worker.tape import Later, now
 
 
 class Batched:
-    """A batched output, split into rows on the host once, when the first of them is needed there."""
+    """A batched output, split into rows on the host once, when the first of them is needed there.
 
-    __slots__ = ("_host_rows", "tensor")
+    Attributes:
+        given: the tensor, or what it will be.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    __slots__ = ("_host_rows", "given")
+
+    def __init__(self, given: Tensor | Later) -> None:
+        self.given = given
         self._host_rows: tuple[Tensor, ...] | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """Waits for it."""
+        return now(self.given)  # type: ignore[no-any-return]
 
     def host_row(self, index: int) -> Tensor:
         if self._host_rows is None:

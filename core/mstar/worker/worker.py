@@ -6,20 +6,24 @@ import logging
 import threading
 import time
 
-from mstar.config import EngineConfig, environment
+import torch
+
+from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Beat, Dead, Ready, Shutdown, Stats
+from mstar.ipc.messages import Beat, Compiled, Dead, Ready, Shutdown, Stats
+from mstar.layers import kernels
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
-from mstar.worker.compiled import Compilation, Compiler
+from mstar.worker.compiled import Compilation, Compiler, Progress
 from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
-from mstar_compile_cache import Store
+from mstar.worker.tape import Queue
+from mstar.worker.taped import Taper
 
 log = logging.getLogger("mstar.worker")
 
@@ -51,8 +55,8 @@ class Worker:
         self._last_stats: Stats | None = None
         self._doing: tuple[str, float] | None = None  # which step, and since when; read by the watchdog's thread
 
-    def load(self) -> None:
-        """Load the model and build the worker's parts."""
+    def load(self, progress: Progress = lambda *_: None) -> None:
+        """Load the model and build the worker's parts; `progress` is told of methods that are compiled."""
         self.modules = Modules(self.spec, self.graph, checkpoint=self.checkpoint, config=self.config)
         self.scheduler = Scheduler(self.modules, config=self.config)
         self.runner = Runner(self.modules, config=self.config)
@@ -62,18 +66,24 @@ class Worker:
                 self.modules,
                 plugin=self.spec.name,
                 attention=self.runner.backend.name,
-                store=Store(environment().cache / "compiled"),
+                store=kernels.compile_cache(),
             )
-            self.compilation = compiler.run()
+            self.compilation = compiler.run(progress)
+        if self.compilation.compiled:
+            if self.config.overlap:
+                self.modules.queue = Queue(threads=torch.get_num_threads())
+            self.runner.taper = Taper(self.runner, queue=self.modules.queue)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
 
     def run(self) -> None:
         """Load, say Ready, and step until told to stop. Whatever ends it early is reported as Dead."""
         is_over = threading.Event()
         try:
-            self.load()
-            self.end.send(self.ready())
+            self._enter("reading weights")
             threading.Thread(target=self._watch, args=(is_over,), name="mstar-watchdog", daemon=True).start()
+            self.load(lambda name, index, total: self._enter(f"compiling {name}, {index + 1} of {total}"))
+            self._doing = None
+            self.end.send(self.ready())
             pending: Step | None = None
             while not self.is_stopped:
                 if self.config.overlap:
@@ -110,6 +120,8 @@ class Worker:
         if pending is not None:
             self._enter(".".join(pending.batch.key))
             self.route(finish(pending, self.modules))
+            if pending.running is not None:
+                self.scheduler.record(pending.batch, pending.running.tape.seconds)
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
@@ -199,7 +211,12 @@ class Worker:
             num_pages = pool.num_usable if pool else 0
             kv_bytes = num_pages * pool.page_bytes if pool else 0
             plan.append((module.name, module.weights_bytes, kv_bytes, num_pages * pool.page_size if pool else 0))
-        return Ready(plan=plan, max_model_len=self.modules.max_model_len)
+        compiled = Compiled(
+            num_methods=len(self.compilation.compiled),
+            num_built=kernels.compile_cache().counters.builds if self.config.compile else 0,
+            seconds=self.compilation.seconds,
+        )
+        return Ready(plan=plan, max_model_len=self.modules.max_model_len, compiled=compiled)
 
     def stats(self) -> Stats:
         pools = {m.name: m.pool for m in self.modules.by_name.values() if m.pool is not None}

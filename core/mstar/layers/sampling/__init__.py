@@ -6,11 +6,12 @@ its own logits, parameters, key and step only: not on its index, its batch or th
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from mstar.layers.sampling import native
 from mstar.layers.sampling.noise import draw_key, normal, uniform
 from mstar.layers.sampling.plain import argmax, logprobs, process_logits, sample_plain
-from mstar.layers.sampling.rows import WIDE, operands, sample_rows
 from mstar.layers.sampling.state import RowSnapshot, SamplingState
 
 __all__ = [
@@ -33,13 +34,10 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     logits (B, V) of any float dtype, rows (B,) int64 -> (B,) int64. Temperature 0 takes the likeliest after
     penalties, the lowest id among equals.
     """
-    penalised = state.uses("bias") or state.uses("repetition") or state.uses("additive")
-    if not state.uses("random") and not penalised:
-        ids = argmax(logits)
-    elif logits.device.type == "cpu" and logits.shape[-1] >= WIDE and (penalised or state.uses("filter")):
-        ids = sample_rows(logits, rows, *operands(state))
-    else:
-        ids = sample_plain(logits, state, rows)
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and native.available():
+        return native.draw(logits, state, rows)
+    is_plain = not any(state.uses(feature) for feature in ("random", "bias", "repetition", "additive"))
+    ids = argmax(logits) if is_plain else sample_plain(logits, state, rows)
     _record(state, rows, ids, 1)
     return ids
 

@@ -81,6 +81,7 @@ class SamplingState:
     bias_value: Tensor
     counts: Tensor | None = None
     prompt_mask: Tensor | None = None
+    addresses: Any = field(default=None, init=False, repr=False)  # set by `native`, which says what it is
     _params: dict[int, SamplingParams] = field(default_factory=dict)
     _users: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in _FEATURES})
 
