@@ -29,6 +29,16 @@ def operands(rows: int, depth: int, width: int, dtype: torch.dtype) -> tuple[Ten
     return parts[0].to(dtype), (parts[1] / depth**0.5).to(dtype), parts[2].to(dtype)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, threads: int, out: Tensor | None = None) -> Tensor:
+    """By our kernel, whatever the number of rows; all operands are contiguous."""
+    entry = linear_module.kernel(x.dtype)[0]
+    assert entry is not None
+    out = x.new_empty(len(x), len(weight)) if out is None else out
+    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    entry(*pointers, len(x), len(weight), x.shape[1], threads)
+    return out
+
+
 @pytest.fixture(params=["kernel", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With our kernel, and as on machines that cannot build it."""
@@ -65,6 +75,41 @@ def test_bits_of_invariant_rows_do_not_depend_on_their_number(
     for rows in (1, 2, 3, 7, 16, 31, 33, 64):
         assert torch.equal(invariant_linear(x[:rows], weight, bias), whole[:rows])
     assert torch.equal(invariant_linear(x[5:6], weight, bias), whole[5:6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (15, 23), (64, 24), (100, 50), (1030, 77), (4100, 25)])
+def test_kernel_sums_in_one_order_for_any_rows_and_threads(depth: int, width: int, dtype: torch.dtype) -> None:
+    if linear_module.kernel(dtype)[0] is None:
+        pytest.skip("no C++ compiler")
+    x, weight, bias = operands(130, depth, width, dtype)
+    whole = product(x, weight, bias, threads=1)
+    exact = functional.linear(x.double(), weight.double(), bias.double())
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=tolerance)
+    assert torch.equal(product(x, weight, None, threads=1), product(x, weight, torch.zeros_like(bias), threads=1))
+    for rows in (*range(1, 34), 64, 65, 130):
+        assert torch.equal(product(x[-rows:], weight, bias, threads=1), whole[-rows:])
+    for rows in (1, 6, 33):
+        for threads in (2, 3):
+            assert torch.equal(product(x[-rows:], weight, bias, threads=threads), whole[-rows:])
+
+
+def test_kernel_writes_and_reads_only_its_own() -> None:
+    if linear_module.kernel(torch.bfloat16)[0] is None:
+        pytest.skip("no C++ compiler")
+    for rows in (1, 5, 16):
+        x, weight, bias = operands(rows, 33, 29, torch.bfloat16)
+        expected = product(x, weight, bias, threads=1)
+        around = [torch.full((operand.numel() + 64,), torch.nan, dtype=operand.dtype) for operand in (x, weight, bias)]
+        inside = [
+            frame[32:-32].copy_(operand.flatten()).view_as(operand)
+            for frame, operand in zip(around, (x, weight, bias), strict=True)
+        ]
+        out = torch.full((rows + 2, 29), 7.0, dtype=torch.bfloat16)
+        product(*inside, threads=2, out=out[1:-1])
+        assert torch.equal(out[1:-1], expected)
+        assert (out[[0, -1]] == 7).all()
 
 
 def test_leading_dimensions_and_strides_are_kept(backend: str) -> None:

@@ -1,14 +1,15 @@
 // x (M, K) @ weight (N, K)^T + bias, float32 or bfloat16 in and out, float32 inside; made for few rows.
 //
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
-// row depend on that row alone. Weights are read where they lie, once per block of rows.
+// row depend on that row alone. Weights are read where they lie, once per block of rows, a piece at a time: all rows
+// use it while the next one is on its way to the caches. Sums over lanes come last.
 #include <vector>
 
 #include "vectors.h"
 
-constexpr int TILE_COLUMNS = LANES / 4, TILE_ROWS = 4;
-constexpr int64_t BLOCK_ROWS = 32;  // rows whose float32 copies stay in the second-level cache
-constexpr int64_t BLOCK_COLUMNS = 12;
+constexpr int TILE_ROWS = 4, LINE = 64;
+constexpr int64_t BLOCK_ROWS = 64, BLOCK_COLUMNS = 24;
+constexpr int64_t DEPTH = 1024, DEPTH_OF_ONE = 4096;  // of a piece, so that x of a strip stays in the first-level cache
 
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
@@ -24,76 +25,138 @@ static inline void narrow(float x, uint16_t* out) {
     bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     *out = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-static void unpack(const float* x, float* out, int64_t K) { memcpy(out, x, K * sizeof(float)); }
-static void unpack(const uint16_t* x, float* out, int64_t K) {
+// To float32, in the order of `load`, up to a whole STEP.
+template <typename T>
+static void unpack(const T* x, float* out, int64_t K) {
     int64_t k = 0;
-    for (; k + STEP <= K; k += STEP)
-        for (int i = 0; i < LANES; i++) {
-            out[k + i] = widen(x[k + 2 * i]);
-            out[k + LANES + i] = widen(x[k + 2 * i + 1]);
-        }
-    for (; k < K; k++) out[k] = widen(x[k]);
+    for (; k + STEP <= K; k += STEP) store(out + k, load<0>(x + k), load<1>(x + k));
+    if (k == K) return;
+    T tail[STEP];
+    copy_tail(x + k, K - k, tail);
+    store(out + k, load<0>(tail), load<1>(tail));
 }
 
+// `columns` rows of the weight, `stride` apart, by `depth`, which is whole STEPs; x has `pitch` from row to row.
+template <typename T>
+struct Piece {
+    const T* weight;
+    int64_t stride, depth, columns, pitch;
+    const T* next;  // the piece to fetch meanwhile
+};
+
 template <int HALF, typename T, int ROWS, int COLUMNS>
-static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, const T* weight, int64_t K) {
+static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, int64_t pitch, const T* weight,
+                              int64_t stride) {
     Floats w[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) w[c] = load<HALF>(weight + c * K);
+    for (int c = 0; c < COLUMNS; c++) {
+        w[c] = load<HALF>(weight + c * stride);
+        if (ROWS > 1) hold(w[c]);
+    }
     for (int r = 0; r < ROWS; r++) {
-        const Floats value = load<HALF>(x + r * K);
+        Floats value = load<HALF>(x + r * pitch);
+        hold(value);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = multiply_add(value, w[c], sums[r][c]);
     }
 }
 
+// Columns from c on. `ahead` is what to fetch for the first of them, `share` bytes a STEP.
 template <typename T, int ROWS, int COLUMNS>
-static void tile(const float* x, const T* weight, const T* bias, T* out, int64_t N, int64_t K, bool is_first) {
-    Floats sums[ROWS][COLUMNS] = {};
-    int64_t k = 0;
-    for (; k + STEP <= K; k += STEP) {
-        // Weights are read by the first rows of a block: the processor does not guess in time where the next ones lie.
-        for (int c = 0; c < COLUMNS && is_first; c++) __builtin_prefetch(weight + (c + 2 * COLUMNS) * K + k);
-        accumulate<0>(sums, x + k, weight + k, K);
-        accumulate<1>(sums, x + k, weight + k, K);
+static void tile(const float* x, const Piece<T>& piece, int64_t c, Floats* kept, const char* ahead, int64_t share) {
+    const int64_t stride = piece.stride, pitch = piece.pitch, depth = piece.depth;
+    const T* const weight = piece.weight + c * stride;
+    ahead += c * stride * sizeof(T);
+    kept += c;
+    Floats sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < COLUMNS; i++) sums[r][i] = kept[r * BLOCK_COLUMNS + i];
+    for (int64_t k = 0; k < depth; k += STEP, ahead += share) {
+        for (int i = 0; i < COLUMNS; i++)
+            for (size_t line = 0; line < STEP * sizeof(T); line += LINE)
+                __builtin_prefetch(ahead + i * stride * sizeof(T) + line);
+        accumulate<0>(sums, x + k, pitch, weight + k, stride);
+        accumulate<1>(sums, x + k, pitch, weight + k, stride);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < COLUMNS; c++) {
-            float parts[LANES], rest = 0;
-            memcpy(parts, &sums[r][c], sizeof parts);
-            for (int width = LANES / 2; width; width /= 2)
-                for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-            for (int64_t i = k; i < K; i++) rest += x[r * K + i] * widen(weight[c * K + i]);
-            narrow(parts[0] + rest + (bias ? widen(bias[c]) : 0.0f), out + r * N + c);
-        }
+        for (int i = 0; i < COLUMNS; i++) kept[r * BLOCK_COLUMNS + i] = sums[r][i];
 }
 
-// ROWS rows by all of a block's columns, COLUMNS at a time; few rows need many columns to keep the adders busy.
-template <typename T, int ROWS, int COLUMNS>
-static void strip(const float* x, const T* weight, const T* bias, T* out, int64_t columns, int64_t N, int64_t K,
-                  bool is_first) {
+// ROWS rows by all of a piece's columns: as many at a time as keep the adders busy and fit in registers.
+template <typename T, int ROWS>
+static void strip(const float* x, const Piece<T>& piece, Floats* kept, const char* ahead, int64_t share) {
+    constexpr int COLUMNS = ROWS == 1 ? 8 : ROWS == 3 ? 3 * LANES / 8 : LANES / ROWS;
     int64_t c = 0;
-    for (; c + COLUMNS <= columns; c += COLUMNS)
-        tile<T, ROWS, COLUMNS>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K, is_first);
-    for (; c < columns; c++) tile<T, ROWS, 1>(x, weight + c * K, bias ? bias + c : nullptr, out + c, N, K, is_first);
+    for (; c + COLUMNS <= piece.columns; c += COLUMNS) tile<T, ROWS, COLUMNS>(x, piece, c, kept, ahead, share);
+    for (; c < piece.columns; c++) tile<T, ROWS, 1>(x, piece, c, kept, ahead, share);
+}
+
+// Adds a piece's products to what is kept, in strips of rows as even as can be; each fetches its share of the next.
+template <typename T>
+static void add(const float* x, int64_t rows, const Piece<T>& piece, Floats* kept) {
+    const int64_t strips = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t share = (STEP * int64_t(sizeof(T)) + strips - 1) / strips;
+    for (int64_t s = 0; s < strips; s++) {
+        const int64_t r = rows * s / strips, height = rows * (s + 1) / strips - r;
+        auto* const one = height == 1   ? strip<T, 1>
+                          : height == 2 ? strip<T, 2>
+                          : height == 3 ? strip<T, 3>
+                                        : strip<T, 4>;
+        const char* const ahead = (const char*)piece.next + s * share * (piece.depth / STEP);
+        one(x + r * piece.pitch, piece, kept + r * BLOCK_COLUMNS, ahead, share);
+    }
+}
+
+template <typename T>
+static void finish(const Floats* kept, const T* bias, T* out, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += SUMS) {
+        const int64_t count = columns - c < SUMS ? columns - c : SUMS;
+        const Eight eight = sums_of(kept + c);
+        float sums[SUMS];
+        T results[SUMS];
+        memcpy(sums, &eight, sizeof sums);
+        for (int64_t i = 0; bias && i < count; i++) sums[i] += widen(bias[c + i]);
+        for (int i = 0; i < SUMS; i++) narrow(sums[i], results + i);
+        memcpy(out + c, results, count * sizeof(T));
+    }
+}
+
+// Columns [begin, end) of one thread.
+template <typename T>
+static void part(const float* x, int64_t pitch, const T* weight, const T* bias, T* out, int64_t rows, int64_t begin,
+                 int64_t end, int64_t N, int64_t K) {
+    Floats kept[BLOCK_ROWS * BLOCK_COLUMNS];
+    T tails[BLOCK_COLUMNS * STEP];
+    const int64_t depth = rows == 1 ? DEPTH_OF_ONE : DEPTH, whole = K / STEP * STEP;
+    for (int64_t n = begin; n < end; n += BLOCK_COLUMNS) {
+        const int64_t columns = end - n < BLOCK_COLUMNS ? end - n : BLOCK_COLUMNS;
+        const T* const w = weight + n * K;
+        memset((void*)kept, 0, rows * BLOCK_COLUMNS * sizeof(Floats));
+        for (int64_t k = 0; k < whole; k += depth) {
+            const bool is_last = k + depth >= whole;
+            const T* const next = is_last ? w + BLOCK_COLUMNS * K : w + k + depth;
+            add<T>(x + k, rows, {w + k, K, is_last ? whole - k : depth, columns, pitch, next}, kept);
+        }
+        if (whole < K) {
+            for (int64_t c = 0; c < columns; c++) copy_tail(w + c * K + whole, K - whole, tails + c * STEP);
+            add<T>(x + whole, rows, {tails, STEP, STEP, columns, pitch, tails}, kept);
+        }
+        for (int64_t r = 0; r < rows; r++)
+            finish(kept + r * BLOCK_COLUMNS, bias ? bias + n : nullptr, out + r * N + n, columns);
+    }
 }
 
 template <typename T>
 static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t M, int64_t N, int64_t K, int threads) {
     static thread_local std::vector<float> memory;
-    if (memory.size() < size_t(BLOCK_ROWS * K)) memory.resize(BLOCK_ROWS * K);
-    float* const scratch = memory.data();
-    for (int64_t begin = 0; begin < M; begin += BLOCK_ROWS) {
-        int64_t rows = M - begin < BLOCK_ROWS ? M - begin : BLOCK_ROWS;
-        for (int64_t r = 0; r < rows; r++) unpack(x + (begin + r) * K, scratch + r * K, K);
+    const int64_t blocks = (M + BLOCK_ROWS - 1) / BLOCK_ROWS, pitch = (K + STEP - 1) / STEP * STEP;
+    const int64_t width = ((N + threads - 1) / threads + SUMS - 1) / SUMS * SUMS;
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t begin = M * b / blocks, rows = M * (b + 1) / blocks - begin;
+        if (memory.size() < size_t(rows * pitch)) memory.resize(rows * pitch);
+        float* const scratch = memory.data();
+        for (int64_t r = 0; r < rows; r++) unpack(x + (begin + r) * K, scratch + r * pitch, K);
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t n = 0; n < N; n += BLOCK_COLUMNS) {
-            int64_t columns = N - n < BLOCK_COLUMNS ? N - n : BLOCK_COLUMNS, r = 0;
-            const T *w = weight + n * K, *b = bias ? bias + n : nullptr;
-            T* target = out + begin * N + n;
-            for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-                strip<T, TILE_ROWS, TILE_COLUMNS>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
-            for (; r + 2 <= rows; r += 2) strip<T, 2, 4>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
-            for (; r < rows; r++) strip<T, 1, 6>(scratch + r * K, w, b, target + r * N, columns, N, K, r == 0);
-        }
+        for (int64_t n = 0; n < N; n += width)
+            part(scratch, pitch, weight, bias, out + begin * N, rows, n, n + width < N ? n + width : N, N, K);
     }
 }
 

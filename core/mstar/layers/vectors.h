@@ -29,6 +29,14 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
     return a * b + c;
 #endif
 }
+// In a register from here on: left alone, compilers read it again at each use, more often than the load ports can.
+static inline void hold(Floats& x) {
+#if defined(__AVX__)
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
+}
 static inline Floats splat(float x) { return x - Floats{}; }
 static inline Floats floats(const float* p) {
     Floats v;

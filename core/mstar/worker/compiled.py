@@ -195,10 +195,10 @@ class Compiler:
     def _code(self, module: Module, method: Method, *, is_fed: bool) -> Code:
         traced = TracedMethod(module, method)
         ports = [port for port in method.inputs if is_fed or not port.optional]
-        examples, shapes = self._examples(module, method, ports)
 
         def build(folder: Path) -> None:
             log.info("compiling %s.%s", module.name, method.name)
+            examples, shapes = self._examples(module, method, ports)
             with torch.inference_mode(False):
                 cache.aot_compile(
                     traced, examples, out=folder / _PACKAGE, dynamic_shapes=shapes,
