@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from mstar_plugin_echo.reference import Model
 from served import InspectedEnd
 from torch import Tensor
 
-from mstar.config import EngineConfig, environment
+from mstar.config import EngineConfig
 from mstar.errors import RequestError
 from mstar.ipc.channel import memory_channel
 from mstar.ipc.messages import DropSession
@@ -35,7 +34,6 @@ from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
 from mstar.types import AudioChunk, Chunk, Request, TensorChunk, TextChunk
-from mstar.worker import worker
 from mstar.worker.worker import Worker
 
 KV_TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32
@@ -69,7 +67,7 @@ MODES: dict[str, dict[str, Any]] = {
 POOLS: dict[str, dict[str, Any]] = {"large": {}, "swap": SMALL, "recompute": {**SMALL, "swap_space_bytes": 0}}
 SETTINGS_BY_NAME = SETTINGS | {f"{mode}, {pool} pool": MODES[mode] | POOLS[pool] for mode in MODES for pool in POOLS}
 WAIT_S = 60.0
-START_S = 900.0  # some compile first
+START_S = 1800.0  # some compile first
 
 
 # ---- requests and answers -----------------------------------------------------------------------------------
@@ -460,17 +458,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def compile_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where all engines of a run keep compiled code: in pytest's cache, so that later runs on the same code find it."""
-    kept = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
-    own = replace(environment(), cache=kept.mkdir("mstar") if kept else tmp_path_factory.mktemp("mstar"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "environment", lambda: own)
-        yield own.cache
-
-
-@pytest.fixture(scope="session")
-def engines(oracle: Oracle, compile_cache: Path) -> Iterator[Callable[[str], Served]]:
+def engines(oracle: Oracle) -> Iterator[Callable[[str], Served]]:
     """Engines by the name of their setting, started at first use and kept to the end."""
     started: dict[str, Served] = {}
 

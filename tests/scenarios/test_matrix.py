@@ -1,21 +1,24 @@
 """The same scenarios in every mode of execution: eager, fused, compiled, overlapped, compiled and overlapped.
 
 What a request gives is the oracle's word in each, pools and slots are whole afterwards, and nothing is compiled once an
-engine is up. The first test that needs compiled code waits for it; it is shared by all engines of a run.
+engine is up. The first test that needs compiled code waits for it; it lies where kernels do (MSTAR_CACHE).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from mstar_plugin_echo.oracle import SessionMemory
+from mstar_plugin_echo.processing import EchoProcessor
 
 from mstar.errors import RequestError
 from mstar.layers import shims
+from mstar.plugin import Encoded, Request
 
 MODES = ("eager", "fused", "compiled", "overlapped", "compiled_overlapped")
 COMPILED = ("lm.decode", "lm.push", "lm.frame", "depth.start", "depth.step", "depth.sum", "mix.combine")
@@ -33,7 +36,7 @@ FAILURES = {
     "request": 422,
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(params=MODES)
@@ -198,6 +201,37 @@ def test_who_fails_fails_alone(start: Callable[..., Any], make: Callable[..., An
         served.oracle.check(ask, answer)
     wanted = [status for status in FAILURES.values() for _ in (0, 2)] + [400, 500]
     assert [getattr(answer, "status", answer) for answer in answers[len(stay) :]] == wanted
+
+
+class WrongIds(EchoProcessor):
+    """A bug in a processor: where it gives an id that no vocabulary has."""
+
+    def encode(self, request: Request) -> Encoded:
+        encoded = super().encode(request)
+        if getattr(request.params, "eos_at", None) == 99:
+            encoded.inputs["last"] = [torch.tensor(10**6)]
+        return encoded
+
+
+def test_an_id_out_of_range_fails_its_request_alone(
+    engines: Callable[[str], Any], fresh: Callable[..., Any], mode: str, make: Callable[..., Any]
+) -> None:
+    """Only the method finds out, while it runs, when other rows may have drawn and a next step may be on its way."""
+    settings = engines(f"{mode}, large pool").config  # what it has compiled is found again
+    flags = {name: getattr(settings, name) for name in ("compile", "overlap", "enforce_eager")}
+    served = fresh(change=lambda spec: replace(spec, processor=f"{__name__}:WrongIds"), **flags)
+    stay = [make("generate", "stays", seed=i, max_tokens=8 + i, **DRAWN, **PENALTIES) for i in range(5)]
+    served.check_all(stay)
+    for number in range(3):
+        wrong = make("generate", "is wrong", seed=number, eos_at=99, **DRAWN)
+        answers = served.ask_all([*stay[:2], wrong, *stay[2:]], stagger_s=0.002 * number)
+        error = answers.pop(2)
+        assert isinstance(error, RequestError) and error.status == 500
+        assert "lm.decode" in error.message and "frame #" not in error.message and "\n" not in error.message
+        for ask, answer in zip(stay, answers, strict=True):
+            assert not isinstance(answer, Exception), answer
+            served.oracle.check(ask, answer)
+    served.assert_clean()
 
 
 @pytest.mark.parametrize("pool", ["large", "swap"])
