@@ -82,7 +82,13 @@ extern "C" void tape_run(Tape* const pointer) {
             call.last_error(&why);
             return fail(tape, i, why);
         }
-        for (int64_t j = 0; j < call.num_out; j++) tape.registers[call.out[j]] = out[j];
+        for (int64_t j = 0; j < call.num_out; j++) {  // one tensor on two ports is one handle, given twice
+            bool is_repeated = false;
+            for (int64_t k = 0; k < j; k++) is_repeated |= out[k] == out[j];
+            if (is_repeated && given.new_tensor_handle(out[j], &tape.registers[call.out[j]]))
+                return fail(tape, i, "no handle of a tensor was given");
+            if (!is_repeated) tape.registers[call.out[j]] = out[j];
+        }
     }
 }
 
