@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import DirectWorker, machine, report
@@ -43,10 +44,10 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 class Ours:
-    def __init__(self, folder: Path, *, dtype: str, tokens: int) -> None:
+    def __init__(self, folder: Path, *, dtype: str, tokens: int, **settings: Any) -> None:
         config = EngineConfig(
             plugin="orpheus", model=str(folder), dtype=dtype, device="cpu", max_model_len=1024, max_num_seqs=32,
-            enable_prefix_caching=False,
+            enable_prefix_caching=False, **settings,
         )  # fmt: skip
         self.driver = DirectWorker(config)
         self.tokens = tokens

@@ -15,9 +15,10 @@ from mstar.config import EngineConfig, ServerConfig, default, flags, load_config
 from mstar.errors import ConfigError
 
 ENGINE_FLAGS = """
---plugin --model --set --served-model-name --dtype --device --max-model-len --max-num-seqs --max-num-batched-tokens
---block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant --enforce-eager
---attention-backend --compile --overlap --threads --seed
+--plugin --model --set --served-model-name --dtype --quantization --device --max-model-len --max-num-seqs
+--max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant
+--enforce-eager
+--attention-backend --compile --overlap --threads --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 """.split()
 SERVER_FLAGS = """

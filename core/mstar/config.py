@@ -147,6 +147,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int4")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KV_CACHE_DEFAULT = "on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory"
@@ -167,6 +168,9 @@ class EngineConfig:
         _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
     )
     dtype: str = _setting(_text, "auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
+    quantization: str = _setting(
+        _text, "none", "int4: weights of linear layers in four bits, on a CPU; less exact", choices=QUANTIZATIONS
+    )
     device: str = _setting(_text, "auto", "auto, cpu, cuda or cuda:N; auto: CUDA where there is one")
     max_model_len: int | None = _setting(
         _integer, None, "most tokens of a prompt and its output", minimum=1, default_text="the model's own limit"
@@ -192,6 +196,7 @@ class EngineConfig:
         _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
         default_text="torch's, but of more than two cores one is left to the server",
     )  # fmt: skip
+    cuda_graphs: bool = _setting(_boolean, True, "on CUDA, replay captured graphs; off: launch every kernel")
     seed: int | None = _setting(
         _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"
     )

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from mstar.errors import ConfigError
-from mstar.layers.attention import AttentionPlan, KVBatch, build_plan, choose_backend, varlen_attention
+from mstar.layers.attention import (
+    AttentionPlan,
+    KVBatch,
+    build_plan,
+    choose_backend,
+    decode_plan,
+    varlen_attention,
+)
 from mstar.layers.attention.flashinfer import FlashInferBackend, cut_runs
 
 CALLS: list[str] = []
@@ -40,6 +47,13 @@ class FakeWrapper:
     def __init__(self, workspace: Tensor, kv_layout: str = "NHD", **options: Any) -> None:
         assert workspace.dtype == torch.uint8
         assert kv_layout == "HND"
+        self.fixed: tuple[Tensor, ...] | None = None
+        if options.pop("use_cuda_graph", False):
+            self.fixed = tuple(
+                options.pop(f"paged_kv_{name}_buffer") for name in ("indptr", "indices", "last_page_len")
+            )
+            assert len(self.fixed[0]) == len(self.fixed[2]) + 1
+        assert set(options) <= {"use_tensor_cores"}
 
     def accept(self, *arrays: Tensor, heads: tuple[int, int, int], options: dict[str, Any]) -> None:
         assert all(a.dtype == torch.int32 and a.device.type == "cpu" and a.is_contiguous() for a in arrays)
@@ -132,6 +146,12 @@ class Decode(FakeWrapper):
         self.paging = indptr, indices, last_page_len
         self.accept(*self.paging, heads=(num_qo_heads, num_kv_heads, head_dim), options=options)
         self.page_size = page_size
+        if self.fixed is not None:
+            assert len(last_page_len) == len(self.fixed[2]), "the batch size of a graph's wrapper is fixed"
+            assert len(indices) <= len(self.fixed[1])
+            for buffer, given in zip(self.fixed, self.paging, strict=True):
+                buffer[: len(given)].copy_(given)
+            self.paging = self.fixed  # as the kernels read them
 
     def run(self, q: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
         self.check(q, pool[0].shape[1])
@@ -258,6 +278,42 @@ def test_layers_share_one_planning_and_steps_do_not(flashinfer: FlashInferBacken
     second.attend(0, q, k, v)
     first.attend(0, q, k, v)
     assert ["Decode.plan", *["Decode.run"] * 3, *["Decode.plan", "Decode.run"] * 2] == CALLS
+
+
+def test_what_is_captured_follows_the_plan_of_each_replay(flashinfer: FlashInferBackend) -> None:
+    """One wrapper per number of rows, with buffers that stay; planned before a replay, never inside."""
+    torch.manual_seed(0)
+    assert flashinfer.can_capture(head_dim=64, dtype=torch.bfloat16)
+    assert not flashinfer.can_capture(head_dim=64, dtype=torch.float32)
+    steps = [([1, 1, 1], [5, 2, 9]), ([1, 1, 1], [0, 12, 3]), ([1, 1, 1], [6, 3, 10])]
+    fixed = decode_plan(
+        context_lens=[0] * 3, slot_mapping=torch.zeros(3, dtype=torch.int64),
+        page_table=np.zeros((3, 5), dtype=np.int32), page_size=4,
+    )  # fmt: skip
+    fixed.held = {}
+    q, k, v = torch.randn(3, 6, 64).half(), torch.randn(3, 2, 64).half(), torch.randn(3, 2, 64).half()
+    pools = [[torch.randn(60, 2, 4, 64).half() for _ in range(2)] for _ in range(2)]
+
+    def region() -> list[Tensor]:
+        fixed.derived.clear()
+        batch = KVBatch(fixed, *pools, flashinfer)
+        return [batch.attend(0, q, k, v), batch.attend(1, q, k, v), batch.attend(1, q, k, v, window=3)]
+
+    region()  # plans two shapes
+    buffers = [wrapper.fixed for wrapper in fixed.held.values()]
+    assert len(buffers) == 2
+    for rows in steps:
+        live = plan_of(*rows)
+        CALLS.clear()
+        flashinfer.refresh(fixed, live)
+        assert CALLS == ["Decode.plan"] * 2
+        outs, stored = region(), [pool.clone() for pool in pools[0]]
+        assert CALLS[2:] == ["Decode.run"] * 3
+        right = KVBatch(live, *pools, choose_backend("cpu", "reference"))
+        expected = [right.attend(0, q, k, v), right.attend(1, q, k, v), right.attend(1, q, k, v, window=3)]
+        for actual, wanted in zip([*outs, *stored], [*expected, *pools[0]], strict=True):
+            torch.testing.assert_close(actual, wanted, atol=4e-3, rtol=4e-3)
+    assert [wrapper.fixed for wrapper in fixed.held.values()] == buffers
 
 
 def test_encoders_use_the_ragged_wrapper_planned_once(flashinfer: FlashInferBackend) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mstar.layers import kernels, shims
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
 from mstar.layers.linear import linear
+from mstar.layers.quantized import linear_int4, pack
 from mstar.layers.sampling import SamplingState, native, sample
 from mstar.types import SamplingParams
 from mstar_compile_cache.aoti import handles, tensors_of
@@ -119,3 +120,23 @@ def test_a_draw_is_the_eager_one_and_marks_rows_that_are_not_finite() -> None:
             assert torch.equal(ours.step, eager.step)
     assert flags.tolist() == [0, 0, 1, 0]
     assert call("draw", logits.double(), draws, 1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_a_linear_of_four_bits_is_the_eager_one(dtype: torch.dtype, group_size: int) -> None:
+    words, scales = pack(torch.randn(24, 200), group_size=group_size)
+    for shape in ((1,), (5,), (2, 3)):
+        x, bias = torch.randn(*shape, 200).to(dtype), torch.randn(24).to(dtype)
+        plain, biased = (
+            call("linear_int4", x, words, scales, None),
+            call("linear_int4", x, words, scales, optional(bias)),
+        )
+        assert plain is not None
+        assert biased is not None
+        assert torch.equal(plain, linear_int4(x, words, scales))
+        assert torch.equal(biased, linear_int4(x, words, scales, bias))
+    assert call("linear_int4", torch.randn(2, 100), words, scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200).double(), words, scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200), words.long(), scales, None) is None
+    assert call("linear_int4", torch.randn(2, 200), words, scales.float(), None) is None

@@ -10,6 +10,8 @@ struct Given {
     void (*linear[2])(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
     void (*attention[2])(const void*, const void*, const void*, const void*, void*, void*, void*, int64_t, int64_t,
                          int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+    void (*linear_int4[2])(const void*, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                           int64_t, int);
     int32_t (*draw)(const void* state, const void* logits, int32_t is_bfloat16, int64_t row_stride, int64_t num_rows,
                     const int64_t* rows, int64_t* ids, uint8_t* flags, int32_t threads);
     int32_t (*get_data_ptr)(Tensor*, void**);
@@ -23,7 +25,7 @@ static Given given;
 extern "C" void set_given(const Given* values) { given = *values; }
 extern "C" int omp_get_max_threads();
 
-constexpr int32_t OK = 0, FAILED = 1, INT64 = 4, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
+constexpr int32_t OK = 0, FAILED = 1, INT32 = 3, INT64 = 4, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
 constexpr int64_t SERIAL = 1 << 18, MOST_DIMS = 8;  // as in linear.py
 
 struct View {
@@ -70,6 +72,24 @@ extern "C" int32_t aoti_torch_cpu_linear(Tensor* x, Tensor* weight, Tensor** bia
     const int64_t rows = a.size(0, a.dims - 1), width = w.sizes[0], depth = w.sizes[1];
     const int threads = rows * width * depth > SERIAL ? omp_get_max_threads() : 1;
     given.linear[a.dtype == BFLOAT16](a.data, w.data, b, y.data, rows, width, depth, threads);
+    return OK;
+}
+
+extern "C" int32_t aoti_torch_cpu_linear_int4(Tensor* x, Tensor* words, Tensor* scales, Tensor** bias, Tensor** out) {
+    constexpr int64_t BLOCK = 128, WORDS = 16;  // as in quantized.py
+    const View a(x), w(words), s(scales);
+    if (!a.is_read || !w.is_read || !s.is_read || w.dims != 2 || s.dims != 3 || !is_ours(a.dtype)) return FAILED;
+    if (w.dtype != INT32 || s.dtype != BFLOAT16 || s.sizes[0] != w.sizes[0] || s.sizes[2] != 2) return FAILED;
+    if (!a.is_contiguous() || !w.is_contiguous() || !s.is_contiguous()) return FAILED;
+    const int64_t rows = a.size(0, a.dims - 1), width = w.sizes[0], depth = a.sizes[a.dims - 1];
+    if ((depth + BLOCK - 1) / BLOCK * WORDS != w.sizes[1]) return FAILED;
+    void* b = nullptr;
+    if (bias && *bias && given.get_data_ptr(*bias, &b)) return FAILED;
+    if (empty(a, width, out)) return FAILED;
+    const int64_t group_size = w.sizes[1] / WORDS * BLOCK / s.sizes[1];
+    const int threads = rows * width * depth > SERIAL ? omp_get_max_threads() : 1;
+    given.linear_int4[a.dtype == BFLOAT16](a.data, w.data, s.data, b, View(*out).data, rows, width, depth, group_size,
+                                           threads);
     return OK;
 }
 

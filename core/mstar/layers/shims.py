@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.layers import kernels, linear
+from mstar.layers import kernels, linear, quantized
 from mstar.layers.attention import KVBatch, cpu
 from mstar.layers.sampling import native
 
@@ -32,11 +32,12 @@ torch.library.register_fake(
 
 _C_DECLARATIONS = {
     "linear": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int32_t",
+    "linear_int4": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*",
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, double, int64_t",
     "draw": "AtenTensorHandle, AtenTensorHandle, int64_t",
 }
 _TORCH = ("get_data_ptr", "get_dtype", "get_dim", "get_sizes", "get_strides", "empty_strided")
-_BY_DTYPE = (linear.SOURCE, cpu.SOURCE)
+_BY_DTYPE = (linear.SOURCE, cpu.SOURCE, quantized.SOURCE)
 MOST_DRAWS = 16  # of a call
 DRAW_HEADER = 2  # addresses of rows (B,) int64, and of flags (B,) uint8, set where logits are not finite
 

@@ -17,7 +17,7 @@ from mstar.plugin.graph import Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Step, explain
-from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, task_of
+from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, task_of, to_device
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Row, Work
 from mstar.worker.tape import now
@@ -31,6 +31,19 @@ _EMPTY_PLAN = Plan()
 def run_unit(runner: Runner, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched:
     """Prepare, collate what comes from outside, then call method after method. What fails names its method."""
     return _UnitRun(runner, batch, layout, columns, traces).run()
+
+
+def call_unit(
+    runner: Runner, batch: Batch, layout: BatchLayout, traces: Traces, base: Context,
+    inputs: dict[str, Any], rows: dict[str, Tensor],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Nothing but a unit's calls, on operands that are there already: what each step made. For capturing."""
+    made, run = list[dict[str, Any]](), _UnitRun(runner, batch, layout, Columns((), (), (), (), (), ()), traces)
+    run.base, run.inputs, run.rows = base, inputs, rows
+    for at, (index, _) in enumerate(run.unit.steps):
+        made.append(run.call(at))
+        run.values |= {value: made[at][port] for port, value in run.unit.runs[index].outputs}
+    return made
 
 
 class _UnitRun:
@@ -67,15 +80,23 @@ class _UnitRun:
             self.traces.save(self.modules[name].slots, rows)
         outputs: dict[str, Any] = {}
         parts: list[Step] = []
-        for at, (index, number) in enumerate(self.unit.steps):
+        graphs = self.runner.graphs
+        made = graphs and graphs.replay(self.batch, base, self.inputs, self.rows, self.traces)
+        for at, (index, _) in enumerate(self.unit.steps):
             run = self.unit.runs[index]
-            got = self._call(run, index, self._context(at, run, index, number))
+            got = made[at] if made else self.call(at)
             outputs |= {f"{index}.{port}": value for port, value in got.items()}
             if run.method.name in self.modules[run.key[0]].finish:
                 tasks = Batch(run.key, self._tasks(at))
                 parts.append(Step(tasks, got, self.layout.starts, self.columns, None, prefix=f"{index}."))
             self.values |= {value: got[port] for port, value in run.outputs}
         return Launched(outputs, self.inputs, plan, parts)
+
+    def call(self, at: int) -> dict[str, Any]:
+        """What the method of a step makes of what those before it made."""
+        index, number = self.unit.steps[at]
+        run = self.unit.runs[index]
+        return self._call(run, index, self._context(at, run, index, number))
 
     def _prepare(self) -> None:
         for at, (index, _) in enumerate(self.unit.steps):
@@ -85,7 +106,7 @@ class _UnitRun:
 
     def _rows(self, module: str) -> Tensor:
         rows = [work.scope.rows[module] for work in self.works] + [0] * self.layout.num_padding
-        return torch.tensor(rows, device=self.runner.device)
+        return to_device(torch.tensor(rows), self.runner.device)
 
     def _context(self, at: int, run: Run, index: int, number: int | None) -> Context:
         context = self.contexts.get(index)

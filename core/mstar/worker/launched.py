@@ -149,6 +149,11 @@ def task_of(work: Work, run: Run, index: int, number: int | None, inside: dict[s
     )
 
 
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, copied without waiting for what the device still has to do."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+
+
 @cache
 def everywhere(num_rows: int, value: bool, device: torch.device) -> Tensor:
     """(B,) bool, all alike."""

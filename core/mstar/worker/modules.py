@@ -17,6 +17,7 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
+from mstar.layers import quantized
 from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key
 from mstar.plugin import program
@@ -126,7 +127,7 @@ class Module:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.node.parameters())
+        return sum(tensor.nbytes for tensor in (*self.node.parameters(), *self.node.buffers()))
 
 
 def model_dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
@@ -197,6 +198,8 @@ class Modules:
     def _load(self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint) -> dict[str, Node]:
         if self.config.batch_invariant:
             self_check(self.dtype, self.device)
+        if self.config.quantization != "none":
+            quantized.check(self.dtype, self.device, invariant=self.config.batch_invariant)
         nodes: dict[str, Node] = {}
         for name in dict.fromkeys(node.module for node in graph.nodes):
             node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
@@ -204,6 +207,8 @@ class Modules:
             node.eval().requires_grad_(False)
             if self.config.batch_invariant:
                 set_batch_invariant(node)
+            if self.config.quantization != "none":
+                log.info("%s: %s", name, quantized.quantize_int4(node))
             nodes[name] = node
         return nodes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import MethodKey
 from mstar.worker.finish import Columns, Finished, Step, explain, finish
 from mstar.worker.fused import run_unit
-from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last
+from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, to_device
 from mstar.worker.modules import Module, Modules, port_dtype
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Row, Work, plain, settled
 from mstar.worker.tape import Later, now
 from mstar.worker.taped import Taper
+
+if TYPE_CHECKING:
+    from mstar.worker.graphs import GraphRunner
 
 MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
 
@@ -49,6 +52,7 @@ class Runner:
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
         self.taper: Taper | None = None  # once methods are compiled
+        self.graphs: GraphRunner | None = None  # on CUDA, once captured
         self._layouts: dict[tuple[MethodKey, int], BatchLayout] = {}  # of methods whose rows are alike
         self._stacked: dict[tuple[MethodKey, str], tuple[list[Any], Tensor]] = {}  # a port's last values, as a batch
 
@@ -106,6 +110,8 @@ class Runner:
         context = self.context(module, works, plan, layout, columns, traces)
         inputs = {port.name: now(self.collate(port, works, layout, context)) for port in method.inputs}
         traces.save(module.slots, context.rows)
+        if self.graphs and (made := self.graphs.replay(batch, context, inputs, {name: context.rows}, traces)):
+            return Launched(made[0], inputs, plan)
         with module.timed(method_name, calls=1, rows=len(works)):
             outputs = module.methods[method_name](context, **inputs)
         self.check(module, method, outputs, layout)
@@ -117,7 +123,8 @@ class Runner:
             return BatchLayout(method, works, align=self.align)
         found = self._layouts.get((key, len(works)))
         if found is None:
-            found = self._layouts[(key, len(works))] = BatchLayout(method, works, align=self.align)
+            align = self.graphs.align(key, len(works)) if self.graphs else self.align
+            found = self._layouts[(key, len(works))] = BatchLayout(method, works, align=align)
         return found
 
     def prepare(self, batch: Batch, layout: BatchLayout) -> Plan:
@@ -153,7 +160,7 @@ class Runner:
         if layout.is_single and kv is not None and kv.write and module.pool is not None:
             numbers["slots"] = tuple(module.pool.next_slots(columns.sequences))
         table = np.array([column + padding for column in numbers.values()], dtype=np.int64)
-        given = dict(zip(numbers, torch.from_numpy(table).to(device).unbind(0), strict=True))  # copied as one
+        given = dict(zip(numbers, to_device(torch.from_numpy(table), device).unbind(0), strict=True))  # copied as one
         query_starts, last_tokens = layout.on_device(device)
         context = Context(
             num_rows=layout.num_rows,

@@ -18,6 +18,7 @@ from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
 from mstar.worker.compiled import Compilation, Compiler, Progress
 from mstar.worker.finish import Finished, Step, described, finish
+from mstar.worker.graphs import CudaGraphs, GraphRunner
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
@@ -74,6 +75,14 @@ class Worker:
                 self.modules.queue = Queue(threads=torch.get_num_threads())
             self.runner.taper = Taper(self.runner, queue=self.modules.queue)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
+        config = self.config
+        if (
+            self.modules.device.type == "cuda"
+            and config.cuda_graphs
+            and not config.enforce_eager | config.batch_invariant
+        ):
+            self.runner.graphs = GraphRunner(self.runner, CudaGraphs(self.modules.device))
+            self.runner.graphs.capture_all(self.router.programs)
 
     def run(self) -> None:
         """Load, say Ready, and step until told to stop. Whatever ends it early is reported as Dead."""

@@ -4,6 +4,9 @@ FlashInfer knows causal requests and requests where every query sees everything.
 ones and bidirectional spans, and a run is a request of its own whose KV ends where the run does. Uncached rows are two
 attentions, over the new tokens and over the cached context, merged by their log-sum-exp.
 
+In CUDA graphs decoding has wrappers of its own, one per number of rows, whose page lists stay where they are. What
+`plan` decides lies there too, so it runs before every replay (`refresh`).
+
 Limits, where plain torch takes over: head dimensions other than 64, 128 and 256, dtypes other than float16 and
 bfloat16, uncached queries with a sliding window, and batch invariance, which fixes the order of the arithmetic.
 """
@@ -54,14 +57,14 @@ class _Requests:
         kind: the wrapper's name.
         layout: int32 tensors on the host, the first arguments of its `plan`.
         options: keywords of its `plan`.
-        queries: tokens, in order, on the device.
+        queries: tokens, in order, on the device; None: all, as they are.
         keys: likewise the new tokens that are read, if the pool is not.
     """
 
     kind: str
     layout: tuple[Tensor, ...]
     options: dict[str, Any]
-    queries: Tensor
+    queries: Tensor | None
     keys: Tensor | None = None
 
 
@@ -119,26 +122,44 @@ class FlashInferBackend:
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._wrappers: dict[Hashable, Any] = {}
         self._planned_for: dict[Hashable, object] = {}
+        self._copied: dict[Any, torch.cuda.Event] = {}  # wrapper -> when the device has its plan
 
     def require(self, *, head_dim: int, dtype: torch.dtype) -> None:
         """Raise ConfigError (`strict`) or warn once when plain torch must do this shape."""
         self._can(head_dim=head_dim, dtype=dtype)
+
+    def can_capture(self, *, head_dim: int, dtype: torch.dtype) -> bool:
+        """Whether decoding such heads can be in a CUDA graph."""
+        return head_dim in _HEAD_DIMS and dtype in _DTYPES
+
+    def refresh(self, fixed: AttentionPlan, live: AttentionPlan) -> None:
+        """Before a replay: let what was captured with the plan `fixed` do what the step's own plan says.
+
+        Both are decode plans of as many rows; the pages of `live` fit into `fixed.page_table`.
+        """
+        fixed.slot_mapping.copy_(live.slot_mapping, non_blocking=True)
+        requests = _step_requests(live)["causal"]
+        for shape, wrapper in (fixed.held or {}).items():
+            self._plan(wrapper, requests.layout, shape, **requests.options)
 
     def paged(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Pool, plan: AttentionPlan, *, scale: float, window: int
     ) -> Tensor:
         can = self._can(head_dim=q.shape[2], dtype=q.dtype, uncached_window=window > 0 and not plan.write)
         if not can or plan.batch_invariant or q.shape[0] == 0:
+            assert plan.held is None, "plain attention cannot be captured"
             return self._plain.paged(q, k, v, pool, plan, scale=scale, window=window)
         if plan.write:
             write_kv(plan, k=k, v=v, pool=pool)
         shape = _Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window)
+        if plan.held is not None:
+            return self._captured(plan, shape).run(q.contiguous(), pool)  # type: ignore[no-any-return]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for role, requests in _step_requests(plan).items():
             key, tokens = (role, requests.kind, shape), requests.queries
             wrapper = self._planned(key, requests.kind, requests, requests.layout, shape, **requests.options)
-            if plan.write and len(tokens) == len(q):
+            if tokens is None:
                 return wrapper.run(q.contiguous(), pool)  # type: ignore[no-any-return]
             queries = q.index_select(0, tokens)
             if plan.write:
@@ -167,23 +188,51 @@ class FlashInferBackend:
         self, key: Hashable, kind: str, source: object, layout: tuple[Tensor, ...], shape: _Shape, **options: Any
     ) -> Any:
         """The wrapper of this use and shape, planned for the source unless it already is."""
+        wrapper = self._wrapper(key, kind, shape)
+        if self._planned_for.get(key) is not source:
+            self._plan(wrapper, layout, shape, **options)
+            self._planned_for[key] = source
+        return wrapper
+
+    def _captured(self, plan: AttentionPlan, shape: _Shape) -> Any:
+        """The wrapper for graphs of so many rows; planned here only when the plan first meets the shape."""
+        assert plan.held is not None and plan.decode and plan.write
+        if shape not in plan.held:
+            rows, width = plan.page_table.shape
+            device = self._workspace.device
+            sizes = {"indptr": rows + 1, "indices": rows * width, "last_page_len": rows}
+            fixed = {
+                f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=device)
+                for name, size in sizes.items()
+            }
+            key = "graph", rows, width, shape
+            wrapper = plan.held[shape] = self._wrapper(key, _DECODE, shape, use_cuda_graph=True, **fixed)
+            requests = _step_requests(plan)["causal"]
+            self._plan(wrapper, requests.layout, shape, **requests.options)
+        return plan.held[shape]
+
+    def _wrapper(self, key: Hashable, kind: str, shape: _Shape, **fixed: Any) -> Any:
         if key not in self._wrappers:
             # Decode kernels without tensor cores exist for a few group sizes only.
             own = {"use_tensor_cores": shape.heads > shape.kv_heads} if kind == _DECODE else {}
-            self._wrappers[key] = getattr(self._module, kind)(self._workspace, _LAYOUT, **own)
-        if self._planned_for.get(key) is not source:
-            self._wrappers[key].plan(
-                *layout,
-                *shape[:3],
-                pos_encoding_mode="NONE",
-                window_left=shape.window - 1,  # counts the keys before the query; -1 is none
-                sm_scale=shape.scale,
-                q_data_type=shape.dtype,
-                kv_data_type=shape.dtype,
-                **options,
-            )
-            self._planned_for[key] = source
+            self._wrappers[key] = getattr(self._module, kind)(self._workspace, _LAYOUT, **own, **fixed)
         return self._wrappers[key]
+
+    def _plan(self, wrapper: Any, layout: tuple[Tensor, ...], shape: _Shape, **options: Any) -> None:
+        if wrapper in self._copied:  # its staging memory on the host is still being read until then
+            self._copied[wrapper].synchronize()
+        wrapper.plan(
+            *layout,
+            *shape[:3],
+            pos_encoding_mode="NONE",
+            window_left=shape.window - 1,  # counts the keys before the query; -1 is none
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            **options,
+        )
+        if self._workspace.is_cuda:
+            self._copied.setdefault(wrapper, torch.cuda.Event()).record()
 
     def _can(self, *, head_dim: int, dtype: torch.dtype, uncached_window: bool = False) -> bool:
         """Whether FlashInfer has a kernel; if not, an error or one warning says so."""
@@ -226,7 +275,8 @@ def _paged_requests(runs: Runs, plan: AttentionPlan, *, causal: bool) -> _Reques
     table = plan.host.page_table[runs.rows]
     pages = table[np.arange(table.shape[1]) < counts[:, None]]
     paging = _starts(counts), _on_host(pages), _on_host(runs.kv_lens - (counts - 1) * plan.page_size)
-    queries = _tokens(runs.begins, runs.ends, plan)
+    is_whole = plan.write and (runs.ends - runs.begins).sum() == len(plan.host.row_of)
+    queries = None if is_whole else _tokens(runs.begins, runs.ends, plan)
     if plan.decode and plan.write:
         return _Requests(_DECODE, paging, {"page_size": plan.page_size}, queries)
     layout = _starts(runs.ends - runs.begins), *paging

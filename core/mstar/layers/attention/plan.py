@@ -80,6 +80,7 @@ class AttentionPlan:
         write: False: new K and V are not cached, yet visible to the row's queries.
         decode: every row has exactly one new token.
         derived: what backends computed from this plan, reused by all layers.
+        held: what a backend keeps between replays of a graph that was captured with this plan; None: not captured.
     """
 
     query_starts: Tensor
@@ -93,6 +94,7 @@ class AttentionPlan:
     batch_invariant: bool
     host: HostPlan
     derived: dict[Any, Any] = field(default_factory=dict)
+    held: dict[Any, Any] | None = None
 
 
 def build_plan(

@@ -24,10 +24,14 @@ def sample_plain(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     if not state.uses("random"):
         return greedy
     best, is_random = scores.amax(-1, keepdim=True), state.temperature[rows] > 0
-    if scores.device.type == "cpu" and not torch.compiler.is_compiling() and not best[is_random].isfinite().all():
-        raise PluginError(NOT_FINITE)
+    _require_finite(best, is_random)
     drawn = inverse_cdf(torch.exp(scores - best), uniform64(state.key[rows], state.step[rows]))
     return torch.where(is_random, drawn, greedy)
+
+
+def _require_finite(best: Tensor, is_random: Tensor) -> None:
+    if best.device.type == "cpu" and not torch.compiler.is_compiling() and not best[is_random].isfinite().all():
+        raise PluginError(NOT_FINITE)
 
 
 def process_logits(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
