@@ -56,16 +56,16 @@ static void fail(Tape& tape, int64_t call, const char* why) {
 
 extern "C" void tape_run(Tape* const pointer) {
     Tape& tape = *pointer;
+    for (int64_t i = 0; i < tape.num_saves; i++) {  // first, as they are what a failed tape is undone with
+        const Save& save = tape.saves[i];
+        for (int64_t row = 0; row < save.num_rows; row++)
+            memcpy(save.to + row * save.row_bytes, save.from + save.rows[row] * save.row_bytes, save.row_bytes);
+    }
     for (int64_t i = 0; i < tape.num_links; i++) {
         const Link& link = tape.links[i];
         if (link.from->failed) return fail(tape, 0, "the step before it failed");
         if (given.new_tensor_handle(link.from->registers[link.source], &tape.registers[link.target]))
             return fail(tape, 0, "no handle of a tensor was given");
-    }
-    for (int64_t i = 0; i < tape.num_saves; i++) {
-        const Save& save = tape.saves[i];
-        for (int64_t row = 0; row < save.num_rows; row++)
-            memcpy(save.to + row * save.row_bytes, save.from + save.rows[row] * save.row_bytes, save.row_bytes);
     }
     for (int64_t i = 0; i < tape.num_calls; i++) {
         const Call& call = tape.calls[i];
@@ -82,7 +82,13 @@ extern "C" void tape_run(Tape* const pointer) {
             call.last_error(&why);
             return fail(tape, i, why);
         }
-        for (int64_t j = 0; j < call.num_out; j++) tape.registers[call.out[j]] = out[j];
+        for (int64_t j = 0; j < call.num_out; j++) {  // one tensor on two ports is one handle, given twice
+            bool is_repeated = false;
+            for (int64_t k = 0; k < j; k++) is_repeated |= out[k] == out[j];
+            if (is_repeated && given.new_tensor_handle(out[j], &tape.registers[call.out[j]]))
+                return fail(tape, i, "no handle of a tensor was given");
+            if (!is_repeated) tape.registers[call.out[j]] = out[j];
+        }
     }
 }
 

@@ -151,7 +151,8 @@ class Tape:
             self._queue = None
         self._kept = None
         if self._tape.failed:
-            raise RuntimeError(f"compiled code failed: {self._tape.error.decode(errors='replace')}")
+            why = self._tape.error.decode(errors="replace").partition("\n")[0]  # what follows are addresses
+            raise RuntimeError(f"compiled code failed: {why}")
 
     @property
     def seconds(self) -> float:

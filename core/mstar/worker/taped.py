@@ -172,7 +172,7 @@ class Taper:
         for module, name in dict.fromkeys((module, name) for module, names in wiring.draws for name in names):
             require_sampler(self.modules[module], works, name)
         flags = torch.zeros(num_rows, dtype=torch.uint8)
-        ids = torch.empty((sum(len(names) for _, names in wiring.draws), num_rows), dtype=torch.int64)
+        ids = torch.full((sum(len(names) for _, names in wiring.draws), num_rows), -1)  # until they are drawn
         table = np.zeros((len(wiring.draws), shims.draws_operand().shape[0]), dtype=np.int64)
         number, address = 0, ids.data_ptr()
         for at, (module, names) in enumerate(wiring.draws):
