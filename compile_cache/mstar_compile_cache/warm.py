@@ -91,6 +91,8 @@ def aot_compile(
         out: name of the package, such as FOLDER/step.pt2, for `aot_load`; it may become several files of that stem.
         dynamic_shapes: as for `torch.export.export`, such as `({0: Dim("batch", min=1, max=16)},)`.
         options: inductor settings, which belong into the key.
+
+    Raises ValueError for a module that writes to its buffers, as compiled code would not keep that.
     """
     import torch._inductor
     from torch._inductor.package import package_aoti
@@ -98,6 +100,10 @@ def aot_compile(
     module = program if isinstance(program, torch.nn.Module) else _as_module(program)
     with _writing_to(_scratch()), torch.no_grad():
         exported = torch.export.export(module, args, dynamic_shapes=dynamic_shapes)
+        functional = exported.run_decompositions({}).graph_signature
+        if functional.buffers_to_mutate:
+            names = ", ".join(sorted(set(functional.buffers_to_mutate.values())))
+            raise ValueError(f"it writes to its buffers {names}, which compiled code would not keep")
         made: Any = torch._inductor.aot_compile(exported.module(), args, options=_PACKAGE_OPTIONS | dict(options or {}))
         files: list[Any] = [file for file in made if isinstance(file, str)]
         (values,) = (file for file in made if isinstance(file, dict))

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from mstar_compile_cache import aot_compile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -126,3 +129,17 @@ def test_a_second_process_compiles_nothing_from_a_folder_that_was_moved(tmp_path
     (tmp_path / "aside").rename(tmp_path / "entry")
     assert run(COMPILE, str(tmp_path / "entry"), CXX=str(compiler)) == "1 0\n"
     assert set(log.read_text().splitlines()) <= {"--version", "-v"}
+
+
+def test_a_module_that_writes_to_its_buffers_is_refused(tmp_path: Path) -> None:
+    class Counter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return x + self.count
+
+    with pytest.raises(ValueError, match="writes to its buffers count"):
+        aot_compile(Counter(), (torch.zeros(2),), out=tmp_path / "counter.pt2")

@@ -2,6 +2,9 @@
 
 A method is called as `method(ctx, **inputs)` and returns a dict of its output ports. Inputs of layout `rows` arrive
 as (B, *shape), `tokens` as (T, *shape) ragged over B rows, `item` as a list of B values. A batch of one is a batch.
+
+A method only reads its inputs and what `ctx` holds, slots aside: the engine shares them between steps and requests. It
+keeps nothing on the module, for compiled code would not, and gives a row what it would give it alone.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ class Running:
     def settle(self) -> None:
         """Wait for it. Raises RuntimeError if it failed."""
         self.tape.wait()
-        for entry, nanoseconds in zip(self.entries, self.tape.nanoseconds.tolist(), strict=True):
+        for entry, nanoseconds in zip(self.entries, self.tape.nanoseconds.tolist(), strict=False):
             entry[2] += nanoseconds * 1e-9
+        self.entries = []
 
 
 @dataclass(slots=True)
@@ -95,6 +96,16 @@ class Step:
             self.outputs = {port: now(value) for port, value in self.outputs.items()}
             for part in self.parts:
                 part.outputs = {port: now(value) for port, value in part.outputs.items()}
+
+
+def take_back(step: Step) -> None:
+    """Undo a step that failed after its launch, but for works that ended meanwhile."""
+    for work in step.batch.works:
+        if work.undo is not None:
+            work.scope.tenant.in_flight -= 1
+            if not (work.is_cancelled or work.request.is_dead):
+                work.undo()
+            work.undo = None
 
 
 def finish(step: Step, modules: Modules) -> Finished:

@@ -195,7 +195,7 @@ class Router:
                 return
             op = ops[cursor.pc]
             if cursor.ahead is not None and not isinstance(op, Run | LoopEnd | Skip):
-                self._retract(cursor)
+                self.retract(cursor)
             if isinstance(op, Run):
                 self._ready(cursor, op)
                 return
@@ -244,7 +244,7 @@ class Router:
             if adopts(cursor.ahead, op, cursor):
                 cursor.work, cursor.ahead = cursor.ahead, None
                 return
-            self._retract(cursor)
+            self.retract(cursor)
         env = cursor.env
         inputs = {port: env.get(value) for port, value in op.inputs}
         for port, _ in op.receives:
@@ -252,7 +252,7 @@ class Router:
         cursor.work = self.scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
         self.scheduler.add(cursor.work)
 
-    def _retract(self, cursor: Cursor) -> None:
+    def retract(self, cursor: Cursor) -> None:
         """The work queued ahead is not what follows: take it back, even if it has been launched."""
         ahead, cursor.ahead = cursor.ahead, None
         assert ahead is not None

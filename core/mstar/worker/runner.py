@@ -21,7 +21,7 @@ from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose
 from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import MethodKey
-from mstar.worker.finish import Columns, Finished, Step, explain, finish
+from mstar.worker.finish import Columns, Finished, Step, explain, finish, take_back
 from mstar.worker.fused import run_unit
 from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, to_device
 from mstar.worker.modules import Module, Modules, port_dtype
@@ -58,9 +58,13 @@ class Runner:
 
     def run(self, batch: Batch) -> Finished:
         """Run a batch to the end, isolating failures."""
+        step: Step | None = None
         try:
             step = self.launch(batch)
+            step.settle()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to a request, once it is alone
+            if step is not None:
+                take_back(step)
             if len(batch.works) == 1:
                 return Finished(failed=[(batch.works[0], explain(error, ".".join(batch.key)))])
         else:

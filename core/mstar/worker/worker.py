@@ -17,12 +17,13 @@ from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
 from mstar.worker.compiled import Compilation, Compiler, Progress
-from mstar.worker.finish import Finished, Step, described, finish
+from mstar.worker.finish import Finished, Step, described, finish, take_back
 from mstar.worker.graphs import CudaGraphs, GraphRunner
 from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
+from mstar.worker.state import Work
 from mstar.worker.tape import Queue
 from mstar.worker.taped import Taper
 
@@ -128,18 +129,32 @@ class Worker:
         launched = self.launch(batch) if batch is not None else None
         if pending is not None:
             self._enter(".".join(pending.batch.key))
-            self.route(finish(pending, self.modules))
+            self.route(self.finish(pending))
             if pending.running is not None:
                 self.scheduler.record(pending.batch, pending.running.tape.seconds)
         if launched is not None:
             look_ahead(launched, self.scheduler)
         elif batch is not None:  # raised: now that the step before has been routed, find out whose fault it was
-            live = [work for work in batch.works if not work.is_cancelled and not work.request.is_dead]
+            live = _live(batch.works)
             if live:
                 self._enter(".".join(batch.key))
                 self.route(self.runner.run(Batch(batch.key, live)))
         self.report()
         return launched
+
+    def finish(self, step: Step) -> Finished:
+        """What a launched step gave. One that failed since runs again, task by task, to find out whose fault it was."""
+        try:
+            step.settle()
+        except Exception:
+            log.debug("a launched step failed; its tasks will run one by one", exc_info=True)
+            for work in step.batch.works:
+                if work.cursor.ahead is not None:  # first, as it was launched on what this step should have left
+                    self.router.retract(work.cursor)
+            take_back(step)
+            live = _live(step.batch.works)
+            return self.runner.run(Batch(step.batch.key, live)) if live else Finished()
+        return finish(step, self.modules)
 
     def launch(self, batch: Batch) -> Step | None:
         """Launch a batch; None if it raised."""
@@ -270,3 +285,7 @@ class Worker:
     def check_integrity(self) -> None:
         """Assert that pools and slots hold exactly what requests and sessions hold."""
         self.modules.check_integrity(self.router.holdings.scopes())
+
+
+def _live(works: list[Work]) -> list[Work]:
+    return [work for work in works if not work.is_cancelled and not work.request.is_dead]
