@@ -58,7 +58,7 @@ def eager_unpacked(ours: Ours) -> Side:
     """Runs with every product of a linear layer torch's."""
 
     def run(prompts: list[list[int]]) -> float:
-        with mock.patch.object(linear, "kernel", lambda dtype: (None, 0)):
+        with mock.patch.object(linear, "kernel", return_value=(None, 0)):
             return ours.run(prompts)
 
     return run

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ async def load(url: str, *, concurrency: int, number: int, arguments: argparse.N
         async def one(own: list[list[int]]) -> list[list[float]]:
             return [await ask(client, ids, tokens=arguments.tokens) for ids in own]
 
-        return sum(await asyncio.gather(*map(one, prompts)), [])
+        return list(chain.from_iterable(await asyncio.gather(*map(one, prompts))))
 
 
 def measure(url: str, *, concurrency: int, arguments: argparse.Namespace) -> None:

@@ -333,7 +333,7 @@ def choose_threads(wanted: int | None = None, *, usual: int) -> tuple[int, str]:
         return wanted, "--threads"
     if variable is not None:
         return min(variable, cores), "OMP_NUM_THREADS" if variable <= cores else f"OMP_NUM_THREADS asks for {variable}"
-    if usual < cores or cores <= 2:
+    if usual < cores or cores == 1:
         return min(usual, cores), "torch's default"
     return cores - 1, "one core is left to the server"
 

@@ -148,7 +148,7 @@ class Compiler:
 
     def run(self, progress: Progress = lambda *_: None) -> Compilation:
         """Compile all methods of the graph that can be compiled, or load what was compiled before."""
-        started, result = time.perf_counter(), Compilation()
+        started, built_before, result = time.perf_counter(), self._store.counters.builds, Compilation()
         pairs = [(self._modules[node.module], method) for node in self._modules.graph.nodes for method in node.methods]
         methods = {f"{module.name}.{method.name}": (module, method) for module, method in pairs}
         for index, (name, (module, method)) in enumerate(methods.items()):
@@ -161,7 +161,8 @@ class Compiler:
                 log.info("%s is not compiled: %s", name, result.eager[name])
                 continue
             module.codes[method.name] = result.compiled[name] = code
-        result.num_built, result.seconds = self._store.counters.builds, time.perf_counter() - started
+        result.num_built = self._store.counters.builds - built_before
+        result.seconds = time.perf_counter() - started
         log.info(
             "%d methods are compiled, by %d packages built now, in %.1f s; %d are not",
             len(result.compiled), result.num_built, result.seconds, len(result.eager),

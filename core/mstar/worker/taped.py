@@ -25,7 +25,7 @@ from mstar.worker.launched import BatchLayout, Launched, Traces, everywhere, req
 from mstar.worker.modules import Code, MethodCode, Output, port_dtype
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Row, Work
-from mstar.worker.tape import Call, Later, Queue, Tape
+from mstar.worker.tape import Call, Later, Queue, Tape, library
 
 if TYPE_CHECKING:
     from mstar.worker.runner import Runner
@@ -82,6 +82,7 @@ class Taper:
 
     def __init__(self, runner: Runner, *, queue: Queue | None) -> None:
         self.runner, self.modules, self.queue = runner, runner.modules, queue
+        library()  # built now, rather than at the first request
         self._wirings: dict[tuple[int, frozenset[str]], Wiring | None] = {}
         self._ops: dict[int, Run] = {}  # whose ids the wirings are known by
         self._steps: dict[str, shims.StepAddresses] = {}
