@@ -4,8 +4,8 @@
 
 A random Llama of about 300M parameters in the Orpheus layout, greedy, eager, through the worker (scheduler, pages,
 sampler, routing). Rows of one repeat are interleaved: ours, generate called one request after another, generate with
-one padded batch. Rates are decoded tokens per second: ours from the end of the prefills on, theirs by the time of
-generating one token taken off. `vs_one_by_one` is what the target is about.
+one padded batch. Rates are decoded tokens per second: ours from the end of the prefills on, theirs from the end of
+their first token. `vs_one_by_one` is what the target is about.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness import DirectWorker, machine, report
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from mstar.config import EngineConfig
 from mstar.types import Request, TokensPart
@@ -44,58 +44,61 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 class Ours:
-    def __init__(self, folder: Path, *, dtype: str, tokens: int, **settings: Any) -> None:
+    """Requests through a worker; `sampling`: parameters of `speech`, greedy without."""
+
+    def __init__(
+        self, folder: Path, *, dtype: str, tokens: int, sampling: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
         config = EngineConfig(
             plugin="orpheus", model=str(folder), dtype=dtype, device="cpu", max_model_len=1024, max_num_seqs=32,
             enable_prefix_caching=False, **settings,
         )  # fmt: skip
         self.driver = DirectWorker(config)
         self.tokens = tokens
+        drawing = sampling or {"temperature": 0.0, "repetition_penalty": 1.0}
+        self.params = SpeechParams(max_tokens=tokens, ignore_eos=True, **drawing)
         self.served = 0
 
     def run(self, prompts: list[list[int]]) -> float:
         """Decoded tokens per second over all prompts at once."""
-        params = SpeechParams(temperature=0.0, repetition_penalty=1.0, max_tokens=self.tokens, ignore_eos=True)
         for prompt in prompts:
             self.served += 1
             request = Request(
                 id=str(self.served), model="m", task="speech", parts=(TokensPart(prompt),),
-                outputs=("tensor:codes",), params=params,
+                outputs=("tensor:codes",), params=self.params,
             )  # fmt: skip
             self.driver.submit(request, arrival=float(self.served))
-        worker = self.driver.worker
-        while not all(key[1] == "decode" for key in self._ready()) or self.driver.end.inbox:
-            worker.step()
+        while not self.driver.is_decoding:
+            self.driver.step()
         started = time.perf_counter()
-        while worker.router.requests:
-            worker.step()
+        while not self.driver.is_idle:
+            self.driver.step()
             list(self.driver.drain())
         return len(prompts) * self.tokens / (time.perf_counter() - started)
 
-    def _ready(self) -> set[tuple[str, str]]:
-        return {work.key for work in self.driver.worker.scheduler.works()}
-
 
 class Theirs:
-    def __init__(self, folder: Path, *, dtype: str, tokens: int) -> None:
+    """`generate`; `options`: its further arguments, greedy without."""
+
+    def __init__(self, folder: Path, *, dtype: str, tokens: int, **options: Any) -> None:
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.tokens = tokens
+        self.options = options or {"do_sample": False}
 
-    def seconds(self, prompts: list[list[int]], *, tokens: int) -> float:
-        """To generate `tokens` tokens for each prompt, in one batch."""
-        ids = torch.tensor(prompts)
-        started = time.perf_counter()
+    def padded(self, prompts: list[list[int]], **options: Any) -> float:
+        """Decoded tokens per second of one batch, from the end of its first token on."""
+        ids, times = torch.tensor(prompts), []
+
+        def watch(so_far: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            times.append(time.perf_counter())
+            return torch.zeros(len(so_far), dtype=torch.bool)
+
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens,
-            pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.tokens, min_new_tokens=self.tokens,
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([watch]), **self.options | options,
         )  # fmt: skip
-        assert out.shape[1] == len(prompts[0]) + tokens
-        return time.perf_counter() - started
-
-    def padded(self, prompts: list[list[int]]) -> float:
-        """Decoded tokens per second of one batch."""
-        decoding = self.seconds(prompts, tokens=self.tokens) - self.seconds(prompts, tokens=1)
-        return len(prompts) * (self.tokens - 1) / decoding
+        assert out.shape[1] == len(prompts[0]) + self.tokens == len(prompts[0]) + len(times)
+        return len(prompts) * (self.tokens - 1) / (times[-1] - times[0])
 
     def one_by_one(self, prompts: list[list[int]]) -> float:
         """Decoded tokens per second, one prompt after another."""

@@ -17,7 +17,10 @@ from mstar.ipc.messages import Begin, Close, Emit, Failed, Open, WalkDone
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.spec import Limits, load_object
 from mstar.types import Request
+from mstar.worker.finish import Step
 from mstar.worker.worker import Worker
+
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}  # as people ask for speech
 
 
 class DirectEnd:
@@ -48,6 +51,26 @@ class DirectWorker:
         limits = Limits(max_model_len=self.worker.modules.max_model_len)
         self.processor = load_object(spec.processor, plugin=spec.name)(found, limits)
         self.spec = spec
+        self.pending: Step | None = None  # with overlap, the step that still runs
+
+    def step(self) -> None:
+        """One turn of the worker's loop, as `Worker.run` takes it."""
+        if self.worker.config.overlap:
+            self.pending = self.worker.overlapped_step(self.pending)
+        else:
+            self.worker.step()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left to run or to read."""
+        return not (self.worker.router.requests or self.pending or self.end.inbox)
+
+    @property
+    def is_decoding(self) -> bool:
+        """All that was submitted has been read, and nothing but `decode` is running or ready."""
+        keys = {work.key[1] for work in self.worker.scheduler.works()}
+        keys |= {self.pending.batch.key[1]} if self.pending else set()
+        return not self.end.inbox and keys == {"decode"}
 
     def submit(self, request: Request, *, arrival: float) -> None:
         """Open a request and begin its first walks."""

@@ -23,9 +23,13 @@ class ServeProcess:
         flags: of `mstar serve`, besides the port.
         environment: further variables.
         module: what to run in place of `mstar`.
+        start_s: how long it may take until it answers.
     """
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None, module: str = "mstar") -> None:
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, module: str = "mstar", start_s: float = 60
+    ) -> None:
+        self.start_s = start_s
         command = [sys.executable, "-m", module, "serve", "--port", "0", *flags]
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
@@ -57,7 +61,7 @@ class ServeProcess:
                 self.log.append(line)
 
     def _wait_until_it_answers(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + self.start_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "".join(self.log)
             found = re.search(r"Starting mstar server on (http://\S+)", "".join(self.log))

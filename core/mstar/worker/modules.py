@@ -17,9 +17,9 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
-from mstar.layers import quantized
+from mstar.layers import linear, quantized
 from mstar.layers.linear import self_check, set_batch_invariant
-from mstar.layers.sampling import draw_key
+from mstar.layers.sampling import draw_key, native
 from mstar.plugin import program
 from mstar.plugin.fuse import Hooks, fuse_all
 from mstar.plugin.graph import Graph, Port
@@ -200,6 +200,9 @@ class Modules:
             self_check(self.dtype, self.device)
         if self.config.quantization != "none":
             quantized.check(self.dtype, self.device, invariant=self.config.batch_invariant)
+        if self.device.type == "cpu":  # kernels are built now, rather than at the first request
+            linear.kernel(self.dtype)
+            native.available()
         nodes: dict[str, Node] = {}
         for name in dict.fromkeys(node.module for node in graph.nodes):
             node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
