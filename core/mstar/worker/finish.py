@@ -98,16 +98,6 @@ class Step:
                 part.outputs = {port: now(value) for port, value in part.outputs.items()}
 
 
-def take_back(step: Step) -> None:
-    """Undo a step that failed after its launch, but for works that ended meanwhile."""
-    for work in step.batch.works:
-        if work.undo is not None:
-            work.scope.tenant.in_flight -= 1
-            if not (work.is_cancelled or work.request.is_dead):
-                work.undo()
-            work.undo = None
-
-
 def finish(step: Step, modules: Modules) -> Finished:
     """What the works of a step gave. Works that ended meanwhile leave no trace.
 

@@ -21,7 +21,7 @@ from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose
 from mstar.plugin.graph import KV, Method, Port
 from mstar.plugin.nodes import Context, Plan
 from mstar.plugin.program import MethodKey
-from mstar.worker.finish import Columns, Finished, Step, explain, finish, take_back
+from mstar.worker.finish import Columns, Finished, Step, explain, finish
 from mstar.worker.fused import run_unit
 from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, to_device
 from mstar.worker.modules import Module, Modules, port_dtype
@@ -64,7 +64,7 @@ class Runner:
             step.settle()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to a request, once it is alone
             if step is not None:
-                take_back(step)
+                self.take_back(step)
             if len(batch.works) == 1:
                 return Finished(failed=[(batch.works[0], explain(error, ".".join(batch.key)))])
         else:
@@ -77,6 +77,20 @@ class Runner:
             result.unfinished += alone.unfinished
             result.failed += alone.failed
         return result
+
+    def take_back(self, step: Step) -> None:
+        """Undo a step that failed after its launch, so that its works can run again; not those that have ended."""
+        for work in step.batch.works:
+            if work.undo is None:
+                continue
+            work.scope.tenant.in_flight -= 1
+            if not (work.is_cancelled or work.request.is_dead):
+                work.undo()
+                kv, pool = work.op.method.kv, self.modules[work.key[0]].pool
+                if kv is not None and kv.write and pool is not None and work.sequence is not None:
+                    has_room = pool.reserve(work.sequence, work.num_tokens)
+                    assert has_room, "it had room before"
+            work.undo = None
 
     # ---- launch -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
 from mstar.worker.compiled import Compilation, Compiler, Progress
-from mstar.worker.finish import Finished, Step, described, finish, take_back
+from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.graphs import CudaGraphs, GraphRunner
 from mstar.worker.modules import Modules, model_device
 from mstar.worker.router import Router
@@ -153,7 +153,7 @@ class Worker:
             for work in step.batch.works:
                 if work.cursor.ahead is not None:  # first, as it was launched on what this step should have left
                     self.router.retract(work.cursor)
-            take_back(step)
+            self.runner.take_back(step)
             live = _live(step.batch.works)
             return self.runner.run(Batch(step.batch.key, live)) if live else Finished()
         return finish(step, self.modules)
