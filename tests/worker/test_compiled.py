@@ -19,6 +19,7 @@ from mstar.layers import shims
 from mstar.plugin.graph import KV, Graph, Method, Port
 from mstar.worker import compiled
 from mstar.worker.compiled import Compilation, Compiler
+from mstar.worker.taped import Taper
 from mstar_compile_cache import Store
 
 METHODS = ("step", "decode")
@@ -37,7 +38,9 @@ def compiler(worker: Any, *, store: Store, attention: str = "cpu") -> Compiler:
 def compile_parts(worker: Any, *methods: str, store: Store, attention: str = "cpu") -> Compilation:
     """Compile some of the methods of a worker's parts."""
     worker.modules.graph = only(worker.graph, *methods)
-    return compiler(worker, store=store, attention=attention).run()
+    compilation = compiler(worker, store=store, attention=attention).run()
+    worker.runner.taper = Taper(worker.runner, queue=None)
+    return compilation
 
 
 def frames_of(worker: Any, requests: list[dict[str, Any]]) -> list[list[Any]]:

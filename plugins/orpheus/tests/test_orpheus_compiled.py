@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mstar.config import environment
-from mstar.layers import shims
-from mstar.worker import compiled, worker
+from mstar.layers import kernels, shims
+from mstar.worker import compiled
+from mstar_compile_cache import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,9 +30,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not shims.load():
         pytest.skip("no C++ compiler")
-    own = replace(environment(), cache=tmp_path_factory.mktemp("cache"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "environment", lambda: own)
+    with Store(tmp_path_factory.mktemp("cache")) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "compile_cache", lambda: store)
         yield
 
 
