@@ -191,7 +191,7 @@ class EngineConfig:
         _text, "auto", "kernel of attention; auto: the fastest that works here", choices=ATTENTION_BACKENDS
     )
     compile: bool = _setting(_boolean, False, "compile methods, once for this machine; a CPU with a C++ compiler")
-    overlap: bool = _setting(_boolean, False, "prepare the next step while this one runs")
+    overlap: bool = _setting(_boolean, False, "prepare the next step while this one runs; on a CPU with --compile")
     threads: int | None = _setting(
         _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
         default_text="torch's, but of more than two cores one is left to the server",

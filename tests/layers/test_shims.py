@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar.errors import ConfigError
 from mstar.layers import kernels, shims
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
 from mstar.layers.linear import linear
@@ -140,3 +141,11 @@ def test_a_linear_of_four_bits_is_the_eager_one(dtype: torch.dtype, group_size: 
     assert call("linear_int4", torch.randn(2, 200).double(), words, scales, None) is None
     assert call("linear_int4", torch.randn(2, 200), words.long(), scales, None) is None
     assert call("linear_int4", torch.randn(2, 200), words, scales.float(), None) is None
+
+
+def test_what_compiled_code_cannot_have_is_refused_with_a_remedy() -> None:
+    shims.check(torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--compile is for CPUs, not cuda; leave it out"):
+        shims.check(torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="dtype float16; add --dtype bfloat16 or float32"):
+        shims.check(torch.float16, torch.device("cpu"))

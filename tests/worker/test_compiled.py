@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served
 import torch
 from mstar_plugin_echo.oracle import expected, make_request
 
@@ -147,3 +148,17 @@ def test_declarations_that_name_no_one_shape_are_not_traced(
 def test_batch_invariance_is_not_promised_with_compiled_code() -> None:
     with pytest.raises(ConfigError, match="--batch-invariant"):
         EngineConfig(plugin="echo", compile=True, batch_invariant=True)
+
+
+def test_a_dtype_without_kernels_is_not_compiled_in_vain() -> None:
+    with pytest.raises(ConfigError, match="--compile cannot be had with dtype float16"):
+        served.Served(plugin="echo", dtype="float16", compile=True)
+
+
+def test_overlap_without_compiled_code_is_said_to_gain_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="mstar.worker")
+    engine = served.Served(plugin="echo", overlap=True)
+    engine.close()
+    assert sum(message.startswith("--overlap gains nothing here") for message in caplog.messages) == 1

@@ -43,14 +43,14 @@ def function(source: Path, dtype: torch.dtype, arguments: Sequence[Any]) -> Call
 def library(source: Path, *, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | None:
     """The kernels of a source file, built if this machine has not built them before; `mode` is of `ctypes.CDLL`.
 
-    Returns None, after one warning, where they cannot be built: callers then use torch's own.
+    Returns None, after one warning, where they cannot be built: callers then go without.
     """
     try:
         return _open(source, compiler=environment().compiler, store=compile_cache(), mode=mode)
     except (OSError, subprocess.SubprocessError, StoreError, ConfigError) as error:
         detail = getattr(error, "stderr", None) or error
         _logger.warning(
-            "kernels of %s cannot be built, so torch's slower ones are used; install g++ or set CXX: %s",
+            "kernels of %s cannot be built, so slower code runs; install g++ or set CXX: %s",
             source.name,
             str(detail).strip()[-500:],
         )

@@ -173,7 +173,7 @@ def self_check(dtype: torch.dtype, device: torch.device | str) -> None:
                     raise ConfigError(
                         f"--batch-invariant cannot be kept here: {name} of {ROWS} rows of {depth} in {dtype} changes "
                         f"when {rows} rows are computed together (device {device}, {torch.get_num_threads()} threads); "
-                        "set OMP_NUM_THREADS to a power of two, or serve without --batch-invariant"
+                        "set --threads to a power of two, or serve without --batch-invariant"
                     )
 
 

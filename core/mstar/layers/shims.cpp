@@ -1,6 +1,6 @@
 // Our operators as AOTInductor's code calls them: by torch's C interface for compiled code, without the dispatcher and
-// without Python, so that other threads go on meanwhile. What they need comes in `Given`, once: the kernels, torch's C
-// functions, and `draw`, which goes back to Python for the length of a draw.
+// without Python, so that other threads go on meanwhile. What they need comes in `Given`, once: the kernels, and torch's C
+// functions.
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>

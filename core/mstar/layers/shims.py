@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.errors import ConfigError
 from mstar.layers import kernels, linear, quantized
 from mstar.layers.attention import KVBatch, cpu
 from mstar.layers.sampling import native
@@ -36,6 +37,7 @@ _C_DECLARATIONS = {
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, double, int64_t",
     "draw": "AtenTensorHandle, AtenTensorHandle, int64_t",
 }
+DTYPES = (torch.float32, torch.bfloat16)
 _TORCH = ("get_data_ptr", "get_dtype", "get_dim", "get_sizes", "get_strides", "empty_strided")
 _BY_DTYPE = (linear.SOURCE, cpu.SOURCE, quantized.SOURCE)
 MOST_DRAWS = 16  # of a call
@@ -50,6 +52,19 @@ def compiler_options() -> dict[str, Any]:
         for op, name in named.items()
     }
     return {"aot_inductor.custom_ops_to_c_shims": declared}
+
+
+def check(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where no compiled code could call our operators."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"--compile is for CPUs, not {device}; leave it out (graphs are --cuda-graphs), or --device cpu"
+        )
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"--compile cannot be had with dtype {name}; add --dtype bfloat16 or float32, or leave it out"
+        )
 
 
 class TracedKV:

@@ -30,7 +30,7 @@ from mstar.types import SamplingParams
 from mstar.worker.finish import described
 from mstar.worker.fused import call_unit
 from mstar.worker.launched import BatchLayout, Traces, draw, everywhere, require_sampler
-from mstar.worker.modules import Module
+from mstar.worker.modules import Module, port_dtype
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Work
@@ -219,6 +219,8 @@ class GraphRunner:
         tensors = live.tensors()
         captured = self._find(op, live, frozenset(tensors))
         if captured is None:
+            if not self.counts.eager:
+                log.info("%s has no CUDA graph for a batch of %d rows, which runs without", _title(op), len(works))
             self.counts.eager += 1
             return None
         for module, sampler in {(module, name) for _, name, module in captured.draws}:
@@ -389,11 +391,11 @@ class GraphRunner:
 
     def _example(self, op: Run, rows: int, *, is_fed: bool) -> Operands:
         """Operands as a launch of `rows` rows has them, optional ports fed in all rows or in none."""
-        device, dtype = self._modules.device, self._modules.dtype
+        device = self._modules.device
         inputs: dict[str, Any] = dict.fromkeys(port.name for port in op.method.inputs)
         for port in op.method.inputs:
             if is_fed or not port.optional:
-                kind = dtype if port.dtype == "float" else getattr(torch, port.dtype)
+                kind = port_dtype(port, self._modules.dtype)
                 inputs[port.name] = torch.zeros((rows, *(port.shape or ())), dtype=kind, device=device)
         starts, column = torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
         columns: dict[str, Any] = dict.fromkeys(_COLUMNS, column)

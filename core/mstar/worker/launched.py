@@ -27,8 +27,7 @@ from mstar.worker.state import Work
 
 @dataclass(slots=True)
 class Launched:
-    """Outputs and inputs by port, the KV method's plan, steps of a unit's methods with a `finish`, and the
-    tape."""
+    """Outputs and inputs by port, the KV method's plan, steps of a unit's methods with a `finish`, and what runs."""
 
     outputs: dict[str, Any]
     inputs: dict[str, Any]

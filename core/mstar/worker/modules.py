@@ -17,7 +17,7 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
-from mstar.layers import linear, quantized
+from mstar.layers import linear, quantized, shims
 from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key, native
 from mstar.plugin import program
@@ -198,6 +198,8 @@ class Modules:
     def _load(self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint) -> dict[str, Node]:
         if self.config.batch_invariant:
             self_check(self.dtype, self.device)
+        if self.config.compile:
+            shims.check(self.dtype, self.device)
         if self.config.quantization != "none":
             quantized.check(self.dtype, self.device, invariant=self.config.batch_invariant)
         if self.device.type == "cpu":  # kernels are built now, rather than at the first request

@@ -74,16 +74,18 @@ class Worker:
             )
             self.compilation = compiler.run(progress)
         if self.compilation.compiled:
+            most = min(code.most_rows for code in self.compilation.compiled.values())
+            if self.config.max_num_seqs > most:
+                log.info("batches of more than %d rows run without compiled code (--max-num-seqs)", most)
             if self.config.overlap:
                 self.modules.queue = Queue(threads=torch.get_num_threads())
             self.runner.taper = Taper(self.runner, queue=self.modules.queue)
+        elif self.config.overlap and self.modules.device.type == "cpu":
+            log.info("--overlap gains nothing here: on a CPU only compiled code runs beside the worker; add --compile")
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
-        config = self.config
-        if (
-            self.modules.device.type == "cuda"
-            and config.cuda_graphs
-            and not config.enforce_eager | config.batch_invariant
-        ):
+        is_graphed = self.config.cuda_graphs and not (self.config.enforce_eager or self.config.batch_invariant)
+        if is_graphed and self.modules.device.type == "cuda":
+            self._enter("capturing CUDA graphs")
             self.runner.graphs = GraphRunner(self.runner, CudaGraphs(self.modules.device))
             self.runner.graphs.capture_all(self.router.programs)
 
