@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mstar.layers import kernels, shims
-from mstar.worker import compiled
+from mstar.worker import compiled, tape
 from mstar_compile_cache import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,6 +30,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not shims.load():
         pytest.skip("no C++ compiler")
+    tape.library()
     with Store(tmp_path_factory.mktemp("cache")) as store, pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "compile_cache", lambda: store)
         yield
