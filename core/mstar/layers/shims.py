@@ -65,6 +65,8 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(
             f"--compile cannot be had with dtype {name}; add --dtype bfloat16 or float32, or leave it out"
         )
+    if not load():
+        raise ConfigError("--compile needs a C++ compiler, and none works here: install g++, set CXX, or leave it out")
 
 
 class TracedKV:

@@ -63,9 +63,9 @@ class NotCompilable(Exception):
 
 
 class TracedMethod(nn.Module):
-    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, `shims.DrawTable`'s
-    operand, slots, row ports, and for optional ports which rows have them. Optional ports that are not given are absent
-    in all rows. Returns a list, the outputs that are not None.
+    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, the draws' operand, slots,
+    row ports, and for optional ports which rows have them. Optional ports that are not given are absent in all rows.
+    Returns a list, the outputs that are not None.
     """
 
     def __init__(self, module: Module, method: Method) -> None:
@@ -171,8 +171,6 @@ class Compiler:
 
     def _check(self, module: Module, method: Method) -> None:
         """Raise NotCompilable for what is known without tracing."""
-        if self._modules.device.type != "cpu":
-            raise NotCompilable(f"code is compiled for CPUs, not {self._modules.device.type}")
         if method.has_tokens:
             raise NotCompilable("its batches are ragged")
         for port in method.inputs:
@@ -247,7 +245,7 @@ class Compiler:
             plugin=self._plugin,
             plugin_version=self._version,
             name=f"{module.name}.{method.name}",
-            source=cache.source_hash(node, shims, Path(__file__), shims.SOURCE),
+            source=cache.source_hash(node, shims, cache.aot_compile, Path(__file__), shims.SOURCE),
             dtype=str(self._modules.dtype),
             threads=torch.get_num_threads(),
             config=config,

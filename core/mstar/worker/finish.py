@@ -66,9 +66,10 @@ class Running:
     def settle(self) -> None:
         """Wait for it. Raises RuntimeError if it failed."""
         self.tape.wait()
-        for entry, nanoseconds in zip(self.entries, self.tape.nanoseconds.tolist(), strict=False):
-            entry[2] += nanoseconds * 1e-9
-        self.entries = []
+        if self.entries:  # only once
+            for entry, nanoseconds in zip(self.entries, self.tape.nanoseconds.tolist(), strict=True):
+                entry[2] += nanoseconds * 1e-9
+            self.entries = []
 
 
 @dataclass(slots=True)

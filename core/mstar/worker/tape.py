@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.errors import ConfigError
 from mstar.layers import kernels
 from mstar_compile_cache.aoti import CompiledCode, handles, tensors_of
 
@@ -213,10 +214,10 @@ def _free(library: ctypes.CDLL, queue: ctypes.c_void_p) -> None:
 
 @functools.cache
 def library() -> Any:
-    """`tape.cpp`; RuntimeError where it cannot be built."""
+    """`tape.cpp`; ConfigError where it cannot be built."""
     found: Any = kernels.library(SOURCE)
     if found is None:
-        raise RuntimeError(f"{SOURCE.name} cannot be built here")
+        raise ConfigError(f"{SOURCE.name} cannot be built here; install g++, set CXX, or leave out --compile")
     runtime = ctypes.CDLL(str(Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"))
     names = ("new_tensor_handle", "delete_tensor_object", "grad_mode_set_enabled")
     found.copy_handle = runtime.aoti_torch_new_tensor_handle

@@ -12,14 +12,14 @@ from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import Beat, Compiled, Dead, Ready, Shutdown, Stats
-from mstar.layers import kernels, shims
+from mstar.layers import kernels
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
 from mstar.worker.ahead import look_ahead
 from mstar.worker.compiled import Compilation, Compiler, Progress
 from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.graphs import CudaGraphs, GraphRunner
-from mstar.worker.modules import Modules, model_device
+from mstar.worker.modules import Modules
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
@@ -59,8 +59,6 @@ class Worker:
 
     def load(self, progress: Progress = lambda *_: None) -> None:
         """Load the model and build the worker's parts; `progress` is told of methods that are compiled."""
-        if self.config.compile:
-            _require_compiler(model_device(self.config))
         self.modules = Modules(self.spec, self.graph, checkpoint=self.checkpoint, config=self.config)
         self.scheduler = Scheduler(self.modules, config=self.config)
         self.runner = Runner(self.modules, config=self.config)
@@ -289,14 +287,6 @@ class Worker:
     def check_integrity(self) -> None:
         """Assert that pools and slots hold exactly what requests and sessions hold."""
         self.modules.check_integrity(self.router.holdings.scopes())
-
-
-def _require_compiler(device: torch.device) -> None:
-    """Raise ConfigError where --compile could do nothing."""
-    if device.type != "cpu":
-        raise ConfigError(f"--compile is for CPUs; on {device.type} graphs are captured without it: leave it out")
-    if not shims.load():
-        raise ConfigError("--compile needs a C++ compiler, and none works here: install g++, set CXX, or leave it out")
 
 
 def _live(works: list[Work]) -> list[Work]:
