@@ -63,8 +63,8 @@ class NotCompilable(Exception):
 
 
 class TracedMethod(nn.Module):
-    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, the draws' operand, slots,
-    row ports, and for optional ports which rows have them. Optional ports that are not given are absent in all rows.
+    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, the draws'
+    operand, slots, row ports, and for optional ports which rows have them. Optional ports that are not given are absent in all rows.
     Returns a list, the outputs that are not None.
     """
 
