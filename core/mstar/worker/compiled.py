@@ -63,9 +63,11 @@ class NotCompilable(Exception):
 
 
 class TracedMethod(nn.Module):
-    """A method as a function of plain tensors: `_COLUMNS` of the context, the attention's step, the draws'
-    operand, slots, row ports, and for optional ports which rows have them. Optional ports that are not given are absent in all rows.
-    Returns a list, the outputs that are not None.
+    """A method as a function of plain tensors.
+
+    They are `_COLUMNS` of the context, the attention's step, the draws' operand, slots, row ports, and for optional
+    ports which rows have them. Optional ports that are not given are absent in all rows. Returns the outputs that are
+    not None.
     """
 
     def __init__(self, module: Module, method: Method) -> None:
