@@ -98,8 +98,8 @@ def compare(found: dict[str, Side], *, batch: int, weight_bytes: int, arguments:
     for _ in range(2):
         for side in here.values():
             side(prompts)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs or "static" not in here, "generate has not compiled anything"
+    has_compiled = bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert has_compiled == ("static" in here), "generate has not compiled anything"
     rates: dict[str, list[float]] = {name: [] for name in here}
     read: list[float] = []
     for _ in range(arguments.repeats):

@@ -91,9 +91,8 @@ def main() -> None:
             answers.append(codes)
             if number:  # the first round warms up
                 taken[name].append([1000 * value / (arguments.frames - 1) for value in seconds])
-        assert all(codes == answers[0] for codes in answers) and len(answers[0][0]) == arguments.frames * (
-            1 + arguments.inner
-        )
+        assert len(answers[0][0]) == arguments.frames * (1 + arguments.inner)
+        assert all(codes == answers[0] for codes in answers), "not the same codes from all"
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in taken.items()}
     report(
         benchmark="nested_loop",
