@@ -247,7 +247,7 @@ class Compiler:
             plugin=self._plugin,
             plugin_version=self._version,
             name=f"{module.name}.{method.name}",
-            source=cache.source_hash(node, shims, cache.aot_compile, Path(__file__), shims.SOURCE),
+            source=cache.source_hash(node, shims, Path(cache.__file__).with_name("warm.py"), Path(__file__), shims.SOURCE),
             dtype=str(self._modules.dtype),
             threads=torch.get_num_threads(),
             config=config,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.errors import PluginError
 from mstar.layers import shims
 from mstar.layers.sampling import native
 from mstar.plugin.graph import Port
@@ -104,7 +105,7 @@ class Taper:
         for name in op.unit.modules if op.unit is not None else ():
             if name not in rows:
                 rows[name] = torch.tensor([work.scope.rows[name] for work in works])
-        playing = self._play(wiring, base, inputs, rows=rows, works=works, traces=traces, queue=self.queue)
+        playing = self._play(wiring, base, inputs, rows=rows, works=works, traces=traces)
         outputs = {port.name: playing.later(wiring.outputs.get(port.name)) for port in op.method.outputs}
         parts = [self._part(part, works, op, playing, layout, columns) for part in wiring.parts]
         return Launched(outputs, inputs, _NO_PLAN, parts, playing.running)
@@ -115,7 +116,10 @@ class Taper:
             code.num_eager += 1
 
     def call(self, run: Run, context: Context, inputs: dict[str, Any], works: list[Work], traces: Traces) -> Any:
-        """One method of a unit that cannot run as a whole: its outputs; None if this batch needs the method itself."""
+        """One method of a unit that cannot run as a whole: its outputs; None if this batch needs the method itself.
+
+        The unit has saved the slots. Raises PluginError for logits that are not finite.
+        """
         code = self.modules[run.key[0]].codes.get(run.method.name)
         if code is None:
             return None
@@ -123,8 +127,10 @@ class Taper:
         if wiring is None or context.positions.dtype != torch.int64 or context.plan:
             return self._eagerly([code])
         rows = {run.key[0]: context.rows}
-        playing = self._play(wiring, context, inputs, rows=rows, works=works, traces=traces, queue=None)
+        playing = self._play(wiring, context, inputs, rows=rows, works=works, traces=traces, is_saved=True)
         playing.running.settle()
+        if playing.running.flags is not None and playing.running.flags.any():
+            raise PluginError(native.NOT_FINITE)
         made = {port.name: playing.later(wiring.outputs[port.name]) for port in run.method.outputs}
         return {name: None if later is None else later.get() for name, later in made.items()}
 
@@ -142,26 +148,33 @@ class Taper:
 
     def _play(
         self, wiring: Wiring, base: Context, inputs: Mapping[str, Any], *, rows: Mapping[str, Tensor],
-        works: list[Work], traces: Traces, queue: Queue | None,
+        works: list[Work], traces: Traces, is_saved: bool = False,
     ) -> _Playing:  # fmt: skip
-        draws, flags = self._draws(wiring, rows, works, traces, num_rows=base.num_rows)
+        """Make a tape and start it; `traces` get what it takes to undo it once nothing can fail before that.
+
+        With `is_saved`, slots are saved already, and it runs at once.
+        """
+        changes = Traces(traces.fence)
+        draws, flags = self._draws(wiring, rows, works, changes, num_rows=base.num_rows)
         filler = _Filler(self, wiring, base, inputs, rows, draws)
         values = [filler.value(name) for name in wiring.names]
-        saves = [save for name in rows for save in self._saves(name, rows[name], traces)]
+        saves = [save for name in rows if not is_saved for save in self._saves(name, rows[name], changes)]
         entries = [
             self.modules[module].counted(method, calls=count, rows=count * len(works))
             for (module, method), count in wiring.charges.items()
         ]
         tape = Tape(
             wiring.calls, values, num_registers=wiring.num_registers, num_times=len(entries), saves=saves,
-            kept=(wiring, base, draws, flags, traces),
+            kept=(wiring, base, draws, flags, changes),
         )  # fmt: skip
+        traces.draws += changes.draws
+        traces.saved += changes.saved
         for (module, method), count in wiring.charges.items():
             self.modules[module].codes[method].num_runs += count
-        if queue is None:
+        if self.queue is None or is_saved:
             tape.run()
         else:
-            tape.put(queue)
+            tape.put(self.queue)
         return _Playing(tape, base.num_rows, Running(tape, entries, flags))
 
     def _draws(
@@ -328,6 +341,8 @@ class _Wirer:
             if value not in self._written:
                 if prefix + port.name not in self.absent:
                     fed[port.name] = None
+                elif not port.optional:
+                    return None
                 continue
             made = self._written[value]
             if made is None and not port.optional:
