@@ -32,6 +32,7 @@ log = logging.getLogger("mstar.worker")
 MOST_ROWS = 32  # of a batch that runs compiled
 _COLUMNS = ("positions", "rows", "iteration", "draw_keys")
 _PACKAGE, _NOTES = "method.pt2", "notes.json"  # files of an entry
+_COMPILER = Path(cache.__file__).with_name("warm.py")
 _OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # it only calls kernels
 
 
@@ -247,7 +248,7 @@ class Compiler:
             plugin=self._plugin,
             plugin_version=self._version,
             name=f"{module.name}.{method.name}",
-            source=cache.source_hash(node, shims, Path(cache.__file__).with_name("warm.py"), Path(__file__), shims.SOURCE),
+            source=cache.source_hash(node, shims, shims.SOURCE, Path(__file__), _COMPILER),
             dtype=str(self._modules.dtype),
             threads=torch.get_num_threads(),
             config=config,
