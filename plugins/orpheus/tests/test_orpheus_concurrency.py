@@ -116,7 +116,8 @@ def test_requests_among_others_are_spoken_as_alone(
             assert served.worker.scheduler.num_rebuilds > 0 and served.engine.state.stats.swaps == 0
         else:
             num_batches, num_rows, _ = served.engine.state.stats.method_s["lm.decode"]
-            assert num_rows > 8 * num_batches
+            # Prompts in small pieces keep requests apart: decoding steps are short beside them.
+            assert num_rows > (4 if setting == "chunks of 7" else 8) * num_batches
     for number, answer in answers.items():
         right = alone[number]
         assert answer.ids == right.ids, number
