@@ -102,7 +102,7 @@ class Step:
 def finish(step: Step, modules: Modules) -> Finished:
     """What the works of a step gave. Works that ended meanwhile leave no trace.
 
-    An error of the device that shows only now cannot be attributed: every work of the step fails with it.
+    An error of the device that shows only now cannot be attributed: every other work of the step fails with it.
     """
     works = step.batch.works
     index = list(range(len(works)))
@@ -115,7 +115,7 @@ def finish(step: Step, modules: Modules) -> Finished:
         return _finish(step, modules, index)
     except Exception as error:  # noqa: BLE001  # attributed to the requests of the step
         where = ".".join(step.batch.key)
-        return Finished(failed=[(work, explain(error, where)) for work in step.batch.works])
+        return Finished(failed=[(works[i], explain(error, where)) for i in index])
 
 
 def _finish(step: Step, modules: Modules, index: list[int]) -> Finished:

@@ -59,7 +59,7 @@ class Traces:
         self.fence()
         for state, rows, ids in reversed(self.draws):
             unsample(state, rows[at], ids[at])
-        for slots, rows, held in self.saved:
+        for slots, rows, held in reversed(self.saved):
             slots.restore(rows[at], {name: values[at] for name, values in held.items()})
 
 

@@ -102,6 +102,7 @@ class Worker:
                     pending = self.overlapped_step(pending)
                 else:
                     self.step()
+            self.modules.fence()  # nothing is dropped while code runs on it
         except BaseException as error:  # whatever it is, the engine must not wait for ever
             if not isinstance(error, ConfigError | PluginError):
                 log.exception("the worker stopped")

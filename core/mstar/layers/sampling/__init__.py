@@ -44,8 +44,9 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
 
 def unsample(state: SamplingState, rows: Tensor, ids: Tensor) -> None:
     """Undo what `sample` recorded for rows whose draw came too late. rows and ids are (B,) int64; -1: was not drawn."""
-    drawn = ids >= 0
-    _record(state, rows[drawn], ids[drawn], -1)
+    if ids.device.type == "cpu":  # elsewhere all were, and to look would mean to wait
+        rows, ids = rows[ids >= 0], ids[ids >= 0]
+    _record(state, rows, ids, -1)
 
 
 def _record(state: SamplingState, rows: Tensor, ids: Tensor, amount: int) -> None:
