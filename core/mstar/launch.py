@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.loader import LoadedPlugin
 from mstar.plugin.processor import Processor
-from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object
+from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine
@@ -128,7 +128,8 @@ class Model:
 def find_model(config: EngineConfig) -> Model:
     """Import the plugin and find the checkpoint's files. Raises ConfigError or PluginError."""
     plugin = loader.load(config.plugin)
-    return Model(plugin, checkpoint.resolve(plugin.spec, config.model, parts=config.parts))
+    found = checkpoint.resolve(plugin.spec, config.model, parts=config.parts)
+    return Model(replace(plugin, spec=narrowed(plugin.spec, found.config)), found)
 
 
 @contextlib.asynccontextmanager

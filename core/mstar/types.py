@@ -5,6 +5,7 @@ Imports no torch at run time; tensors appear in annotations only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +86,7 @@ class Request:
         outputs: kinds of output asked for: "text", "audio", "image", "video", "tensors", "tensor:NAME".
         params: the task's params struct, defaults filled in.
         seed: given by the client, or drawn.
+        kept: of a session that goes on, what walks gave its requests before and none has consumed, by name.
     """
 
     id: str
@@ -97,6 +99,7 @@ class Request:
     seed: int = 0
     session: str | None = None
     resumed: bool = False
+    kept: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
 
     def tensor(self, name: str) -> Tensor | None:
@@ -177,11 +180,17 @@ class ImageChunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """Part of a named output tensor; parts are concatenated along dimension 0."""
+    """Part of a named output tensor.
+
+    Args:
+        start: where in the whole the part begins, in every dimension; the whole is as large as its parts reach. ():
+            behind the parts before it, along dimension 0. All parts of a tensor have one, or none.
+    """
 
     name: str
     tensor: Tensor
     index: int = 0
+    start: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 
 from mstar.errors import ConfigError, PluginError
 from mstar.plugin.checkpoint import download_snapshot, resolve
-from mstar.plugin.spec import ModelSpec, Task
+from mstar.plugin.spec import ModelSpec, Task, narrowed
 
 MAKERS = """
 import json
@@ -195,6 +195,15 @@ class TestTiny:
         left = list((tmp_path / "tiny").iterdir()) if (tmp_path / "tiny").exists() else []
         assert [path for path in left if path.name.startswith(".")] == []
 
+    def test_several_have_words_of_their_own(self, tmp_path: Path, makers: Path) -> None:
+        both = spec(tiny={"tiny": "test_checkpoint_makers:make", "tiny-b": "test_checkpoint_makers:make"})
+        first = resolve(both, "tiny", download=no_download, cache=tmp_path)
+        other = resolve(both, "tiny-b", download=no_download, cache=tmp_path)
+        assert first.folder != other.folder and other.model == "tiny-b"
+        assert resolve(both, "tiny-b", download=no_download, cache=tmp_path) == other
+        with pytest.raises(AssertionError):
+            resolve(both, "tiny-c", download=no_download, cache=tmp_path)  # a hub id like any other
+
     def test_a_model_without_one_says_so(self, tmp_path: Path, makers: Path) -> None:
         with pytest.raises(ConfigError, match="has no tiny checkpoint; pass --model"):
             resolve(spec(tiny=None), "tiny", download=no_download, cache=tmp_path)
@@ -232,3 +241,16 @@ def test_errors_of_the_hub_say_what_to_do(monkeypatch: pytest.MonkeyPatch, raise
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ConfigError, match=message):
         download_snapshot("owner/name")
+
+
+class TestOffers:
+    def test_a_configuration_says_which_tasks_there_are(self, makers: Path) -> None:
+        makers.write_text(MAKERS + "def offers(config): return config\n")
+        tasks = {"speech": Task(params=dict), "song": Task(params=dict)}
+        both = spec(tasks=tasks, offers="test_checkpoint_makers:offers")
+        assert list(narrowed(both, ["song"]).tasks) == ["song"]
+        one = spec()
+        assert narrowed(one, None) is one
+        for wrong in ([], ["dance"]):
+            with pytest.raises(PluginError, match="test_checkpoint_makers:offers gave"):
+                narrowed(both, wrong)

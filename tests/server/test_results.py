@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
+from mstar.client.results import Outputs as ClientOutputs
+from mstar.client.results import read_output
 from mstar.server.results import Outputs, Result, chunk_event
 from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
 
@@ -105,3 +107,20 @@ def test_chunks_become_ndjson_events() -> None:
     assert (event["name"], event["dtype"], event["shape"]) == ("z", "float32", [2])
     event = decode(AudioChunk(np.full(3, 0.5, np.float32), 8000))
     assert base64.b64decode(event["data"]) == b"\xff\x3f" * 3 and event["sample_rate"] == 8000
+
+
+def test_parts_that_say_where_they_begin_are_joined_there() -> None:
+    outputs, result = make("tensors")
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+    for row, column in ((0, 2), (1, 0), (0, 0), (1, 1), (0, 1), (1, 2)):
+        part = whole[row : row + 1, column : column + 1]
+        outputs.add(TensorChunk("z", part, start=(row, column, 0)))
+    (joined,) = outputs.joined()
+    assert isinstance(joined, TensorChunk) and torch.equal(joined.tensor, whole) and not joined.start
+    assert msgspec.json.decode(outputs.as_json(result))["outputs"][0]["shape"] == [2, 3, 4]
+    client = ClientOutputs()
+    for row, column in ((1, 2), (0, 0), (1, 0), (0, 2), (0, 1), (1, 1)):
+        event = json.loads(chunk_event(TensorChunk("z", whole[row:, column:][:1, :1], start=(row, column, 0))))
+        client.add(read_output(event, kind=event["event"]))
+    (received,) = client.joined()
+    assert np.array_equal(received.tensor, whole.numpy())

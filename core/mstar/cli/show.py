@@ -68,6 +68,7 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
 def graph(plugin: str | None, model: str | None, style: str | None, output: Path | None) -> None:
     """Draw a model's nodes, walks and streams, or print its loops' plans."""
     from mstar.plugin import draw, loader
+    from mstar.plugin.spec import narrowed
     from mstar.plugin.validate import validate
 
     spec = loader.load(options.choose_plugin(plugin)).spec
@@ -76,6 +77,7 @@ def graph(plugin: str | None, model: str | None, style: str | None, output: Path
         from mstar.plugin import checkpoint
 
         configuration = checkpoint.resolve(spec, model).config
+        spec = narrowed(spec, configuration)
     style = style or (_SUFFIXES.get(output.suffix, "text") if output else "text")
     declared = spec.graph(configuration)
     validate(declared, spec)

@@ -134,7 +134,7 @@ def read_output(fields: Mapping[str, Any], *, kind: str) -> Any:
         pixels = np.asarray(Pillow.open(io.BytesIO(_data(fields))).convert("RGB"))
         return Image(pixels, index, fields.get("partial", False))
     if kind in ("tensor", "tensors"):
-        return Tensor(fields["name"], _read_tensor(fields), index)
+        return Tensor(fields["name"], _read_tensor(fields), index, tuple(fields.get("start", ())))
     if kind == "progress":
         return Progress(fields["step"], fields["total"])
     raise ClientError(f"the server sent {kind!r}, which this client does not know; upgrade mstar-core here")
@@ -189,14 +189,20 @@ def _join(pieces: list[Any]) -> Output:
         return Audio(np.concatenate([piece.samples for piece in pieces]), first.sample_rate, first.index)
     if isinstance(first, Tensor):
         name = f"{first.name}-{first.index}" if first.index else first.name
-        values = [piece.tensor for piece in pieces]
-        return Tensor(name, values[0] if len(values) == 1 else _concatenated(values), first.index)
+        return Tensor(name, first.tensor if len(pieces) == 1 else _joined_tensor(pieces), first.index)
     return first
 
 
-def _concatenated(values: list[Any]) -> Any:
-    if isinstance(values[0], np.ndarray):
-        return np.concatenate(values)
-    import torch
-
-    return torch.cat(values)
+def _joined_tensor(pieces: list[Any]) -> Any:
+    values = [piece.tensor for piece in pieces]
+    is_numpy = isinstance(values[0], np.ndarray)
+    if not is_numpy:
+        import torch
+    if not pieces[0].start:
+        return np.concatenate(values) if is_numpy else torch.cat(values)
+    ends = [np.add(piece.start, piece.tensor.shape) for piece in pieces]
+    shape = tuple(int(end) for end in np.max(ends, axis=0))
+    whole = np.zeros(shape, values[0].dtype) if is_numpy else torch.zeros(shape, dtype=values[0].dtype)
+    for piece in pieces:
+        whole[tuple(slice(i, i + n) for i, n in zip(piece.start, piece.tensor.shape, strict=True))] = piece.tensor
+    return whole

@@ -22,7 +22,7 @@ import msgspec
 import mstar
 from mstar.config import environment, suggest
 from mstar.errors import ConfigError, MstarError, PluginError
-from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, require_tiny
+from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, tinies
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ def resolve(
     download: Callable[[str], Path] = download_snapshot,
     cache: Path | None = None,
 ) -> Checkpoint:
-    """Find the folders of `model` (a folder, a hub id, or "tiny") and of the spec's further parts; read its config.
+    """Find the folders of `model` and of the spec's further parts, and read its configuration.
+
+    `model` is a folder, a hub id, or a word for a tiny checkpoint of the plugin's, such as "tiny".
 
     A part is looked for in `parts` (the operator's `--set part=PATH`), in the model's folder, beside it, then on the
     hub. `cache` holds tiny checkpoints (default: where MSTAR_CACHE says).
@@ -74,8 +76,12 @@ def resolve(
             raise ConfigError(f"--set {name}={path}: {spec.name!r} has no such part{suggest(name, spec.parts)}")
         if not path.is_dir():
             raise ConfigError(f"--set {name}={path}: there is no such folder")
-    is_tiny = model == TINY
-    folder = _tiny(spec, (cache or environment().cache) / TINY) if is_tiny else _folder(model) or download(model)
+    makers = tinies(spec) if spec.tiny or model == TINY else {}
+    is_tiny = model in makers
+    if is_tiny:
+        folder = _tiny(spec, makers[model], (cache or environment().cache) / TINY / f"{spec.name}-{model}")
+    else:
+        folder = _folder(model) or download(model)
     found = {}
     for name, repository in spec.parts.items():
         local = given.get(name) or _nearby(folder, name)
@@ -113,12 +119,11 @@ def _config(spec: ModelSpec, folder: Path, parts: Mapping[str, Path]) -> Any:
 # ---- tiny checkpoints -----------------------------------------------------------------------------------
 
 
-def _tiny(spec: ModelSpec, cache: Path) -> Path:
-    """The plugin's tiny checkpoint, written once per version of its code."""
-    maker = require_tiny(spec)
-    home = cache / f"{spec.name}-{_code_version(maker)}"
+def _tiny(spec: ModelSpec, maker: str, name: Path) -> Path:
+    """A tiny checkpoint of the plugin, written once per version of its code to a folder that begins with `name`."""
+    home = name.with_name(f"{name.name}-{_code_version(maker)}")
     if not (home / _MARKER).exists():
-        _write_tiny(spec, load_object(maker, plugin=spec.name), home)
+        _write_tiny(spec, maker, home)
     return home / json.loads((home / _MARKER).read_text(encoding="utf-8"))["folder"]
 
 
@@ -132,8 +137,9 @@ def _code_version(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _write_tiny(spec: ModelSpec, make: Callable[[Path], Path], home: Path) -> None:
+def _write_tiny(spec: ModelSpec, maker: str, home: Path) -> None:
     """Write beside, then rename: other processes see a whole checkpoint or none."""
+    make = load_object(maker, plugin=spec.name)
     log.info("writing a tiny random checkpoint of %s to %s", spec.name, home)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,7 @@ def _write_tiny(spec: ModelSpec, make: Callable[[Path], Path], home: Path) -> No
     except OSError as error:
         raise ConfigError(f"cannot write to {home.parent}: {error}; set MSTAR_CACHE to a writable folder") from error
     try:
-        folder = _made(spec, make, temporary)
+        folder = _made(spec, make, maker, temporary)
         (temporary / _MARKER).write_text(json.dumps({"folder": str(folder)}), encoding="utf-8")
         temporary.rename(home)
     except OSError:
@@ -151,7 +157,7 @@ def _write_tiny(spec: ModelSpec, make: Callable[[Path], Path], home: Path) -> No
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _made(spec: ModelSpec, make: Callable[[Path], Path], temporary: Path) -> Path:
+def _made(spec: ModelSpec, make: Callable[[Path], Path], maker: str, temporary: Path) -> Path:
     """Where, inside of `temporary`, the maker put the folder to load."""
     try:
         folder = Path(make(temporary))
@@ -161,6 +167,6 @@ def _made(spec: ModelSpec, make: Callable[[Path], Path], temporary: Path) -> Pat
         reason = f"{type(error).__name__}: {error}"
         raise PluginError(f"plugin {spec.name!r}: writing its tiny checkpoint failed: {reason}") from error
     if not folder.is_dir() or not folder.is_relative_to(temporary):
-        wrong = f"{spec.tiny} returned {folder}; it must be a folder within {temporary}"
+        wrong = f"{maker} returned {folder}; it must be a folder within {temporary}"
         raise PluginError(f"plugin {spec.name!r}: {wrong}")
     return folder.relative_to(temporary)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,9 @@ class ModelSpec:
         nodes: module name -> dotted path of the `Node` class.
         tasks: task name -> `Task`; the first is the default.
         endpoints: HTTP routes the model serves besides /v1/generate: "/v1/audio/speech", ...
-        tiny: dotted path of `make(folder)`: writes a tiny random checkpoint, returns the folder to load.
+        offers: dotted path of `config -> names of tasks` a checkpoint can do; None: all of `tasks`.
+        tiny: dotted path of `make(folder)`, which writes a tiny random checkpoint and returns the folder to load: what
+            `--model tiny` stands for. Of several, a mapping: "tiny" and other words for `--model` -> such a path.
         max_model_len: dotted path of `config -> int`, or None for models without a token limit.
         voices: dotted path of `config -> list of names` for speech models.
         requires_core: PEP 440 specifier of the core versions it works with, such as ">=0.1".
@@ -97,7 +99,8 @@ class ModelSpec:
     tasks: Mapping[str, Task]
     parts: Mapping[str, str] = field(default_factory=dict)
     endpoints: tuple[str, ...] = ()
-    tiny: str | None = None
+    offers: str | None = None
+    tiny: str | Mapping[str, str] | None = None
     max_model_len: str | None = None
     voices: str | None = None
     requires_core: str = ">=0.1"
@@ -110,6 +113,16 @@ class ModelSpec:
     @property
     def modalities_out(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(kind for task in self.tasks.values() for kind in task.outputs))
+
+
+def narrowed(spec: ModelSpec, config: Any) -> ModelSpec:
+    """The spec with those tasks alone that a checkpoint with this configuration offers."""
+    if spec.offers is None:
+        return spec
+    names = load_object(spec.offers, plugin=spec.name)(config)
+    if unknown := set(names) - set(spec.tasks) or not names:
+        raise PluginError(f"plugin {spec.name!r}: {spec.offers} gave {names!r}; not tasks of the spec: {unknown}")
+    return replace(spec, tasks={name: spec.tasks[name] for name in names})
 
 
 def load_object(path: str, *, plugin: str) -> Any:
@@ -132,8 +145,8 @@ def load_object(path: str, *, plugin: str) -> Any:
     return getattr(module, name)
 
 
-def require_tiny(spec: ModelSpec) -> str:
-    """The spec's tiny maker, or ConfigError."""
-    if spec.tiny is None:
+def tinies(spec: ModelSpec) -> Mapping[str, str]:
+    """Words for `--model` that stand for tiny checkpoints -> their makers. Raises ConfigError if there is none."""
+    if not spec.tiny:
         raise ConfigError(f"plugin {spec.name!r} has no tiny checkpoint; pass --model FOLDER or a hub id")
-    return spec.tiny
+    return {"tiny": spec.tiny} if isinstance(spec.tiny, str) else spec.tiny

@@ -251,17 +251,19 @@ class Engine:
         with attributed(f"request {handle.id}: taking it in", fail=lambda error: self._fail(handle, error)):
             seed, resumed = self._seeds.getrandbits(63), self.state.is_resumed(handle.id)
             request, encoded, decoding = await _in_thread(
-                self._encode_pool, self._encode, wire, request_id=handle.id, seed=seed, resumed=resumed
-            )
+                self._encode_pool, self._encode, wire, self.state.kept(handle.id),
+                request_id=handle.id, seed=seed, resumed=resumed,
+            )  # fmt: skip
             handle.timeline.task = request.task
             self._apply(self.state.encoded(request, encoded, now=time.monotonic()))
             if not handle.is_over:
                 handle.accept(request, decoding)
 
     def _encode(
-        self, wire: GenerateRequest, *, request_id: str, seed: int, resumed: bool
+        self, wire: GenerateRequest, kept: dict[str, Any], *, request_id: str, seed: int, resumed: bool
     ) -> tuple[Request, Encoded, Decoding]:
         request = self._read_request(wire, request_id=request_id, seed=seed, resumed=resumed)
+        request.kept = kept
         assert self._processor is not None
         encoded = self._processor.encode(request)
         tensors = self.spec.tasks[request.task].tensors_out

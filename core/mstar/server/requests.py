@@ -235,6 +235,11 @@ class EngineState:
         entry = self._entries.get(request_id)
         return entry is not None and entry.resumed
 
+    def kept(self, request_id: str) -> dict[str, Any]:
+        """What a submitted request's session has kept for it, by name."""
+        entry = self._entries.get(request_id)
+        return dict(entry.stored) if entry is not None else {}
+
     def encoded(self, request: Request, encoded: Encoded, *, now: float) -> list[Action]:
         """A submitted request has been encoded: queue it, and open it if there is room."""
         if (entry := self._entries.get(request.id)) is not None:

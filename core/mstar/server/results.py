@@ -85,7 +85,8 @@ def describe(chunk: Chunk) -> dict[str, Any]:
         return {"type": "image", **({"partial": True} if chunk.partial else {})}
     if isinstance(chunk, TensorChunk):
         dtype = str(chunk.tensor.dtype).removeprefix("torch.")
-        return {"type": "tensor", "name": chunk.name, "dtype": dtype, "shape": [*chunk.tensor.shape]}
+        more = {"start": chunk.start} if chunk.start else {}
+        return {"type": "tensor", "name": chunk.name, "dtype": dtype, "shape": [*chunk.tensor.shape], **more}
     return {"type": "progress", "step": chunk.step, "total": chunk.total}
 
 
@@ -216,9 +217,21 @@ def _join(pieces: list[Any]) -> Output:
     if isinstance(first, AudioChunk):
         return AudioChunk(np.concatenate([piece.samples for piece in pieces]), first.sample_rate, first.index)
     if isinstance(first, TensorChunk):
-        tensor: Tensor = torch.cat([piece.tensor for piece in pieces]) if len(pieces) > 1 else first.tensor
-        return TensorChunk(_numbered(first.name, first.index), tensor, first.index)
+        return TensorChunk(_numbered(first.name, first.index), _joined_tensor(pieces), first.index)
     return first
+
+
+def _joined_tensor(pieces: list[TensorChunk]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0].tensor
+    if not pieces[0].start:
+        return torch.cat([piece.tensor for piece in pieces])
+    ends = [torch.tensor(piece.start) + torch.tensor(piece.tensor.shape) for piece in pieces]
+    whole = pieces[0].tensor.new_zeros(torch.stack(ends).amax(0).tolist())
+    for piece in pieces:
+        at = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.tensor.shape, strict=True))
+        whole[at] = piece.tensor
+    return whole
 
 
 def _numbered(name: str, index: int) -> str:

@@ -183,7 +183,7 @@ class Scheduler:
         if not queue:
             return []
         method, has_tokens = queue[0].op.method, queue[0].op.has_tokens
-        limit = min(method.max_batch or self.config.max_num_seqs, self.config.max_num_seqs)
+        limit = method.max_batch or self.config.max_num_seqs
         pool = self.modules[key[0]].pool if method.kv is not None and method.kv.write else None
         if len(queue) > limit:
             queue.sort(key=lambda w: (w.request.runtime_s, w.scope.tenant.order, w.path))
