@@ -481,3 +481,17 @@ def _side(fields: Fields) -> int:
     if len(sides) != 1:
         raise fields.refuse("img_size", "frames must be square", "use another checkpoint")
     return Fields({"img_size": sides.pop()}, fields.path, fields.prefix).whole("img_size")
+
+
+def offers(config: VJEPA2Config | VJEPA2ACConfig) -> tuple[str, ...]:
+    """The tasks that a checkpoint can do."""
+    if isinstance(config, VJEPA2ACConfig):
+        return ("encode", "rollout", "teacher_forced", "plan")
+    return ("encode", "predict", "anticipate")
+
+
+def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:
+    """Tokens of the longest rollout; of the clips it was trained on, where there are none."""
+    if isinstance(config, VJEPA2ACConfig):
+        return config.max_frames * (config.patches + 2)
+    return config.frames_per_clip // config.tubelet_size * config.patches

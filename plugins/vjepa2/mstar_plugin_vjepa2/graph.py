@@ -144,7 +144,8 @@ def _action_nodes(config: VJEPA2ACConfig) -> tuple[Node, ...]:
         inputs=(features, index, Port("given", "item", shape=None, optional=True)),
         outputs=(goal,),
     )
-    distance = Method(name="distance", inputs=(z, goal), outputs=(Port("distance", dtype="float32"),))
+    to_goal = Port("goal", shape=goal.shape, optional=True)
+    distance = Method(name="distance", inputs=(z, to_goal), outputs=(Port("distance", dtype="float32"),))
     return (
         Node("encoder", (frame,)),
         Node("ac", (step,)),
@@ -208,28 +209,27 @@ def _horizon() -> Loop:
     return Loop("horizon", Sequential(step, distance), carry=("z", "state"), name="horizon")
 
 
-def _from_last_frame(section: Section) -> Sequential:
+def _from_last_frame(section: Section, *, emits: dict[str, str]) -> Sequential:
     """The context, and then a section that goes on from its last frame."""
-    return Sequential(
-        _context(emits={"state": "states"}), Call("latent.pick", inputs={"index": "last"}), section
-    )
+    return Sequential(_context(emits), Call("latent.pick", inputs={"index": "last"}), section)
 
 
 def _rollout_walks() -> tuple[Walk, ...]:
     before = ("frames", "start", "last", "goal_index", "given_goal")
     context, ahead = ("context_actions", "context_states", "context_given", "state"), ("actions", "states", "given")
     kept = ("z", "state", "length")
+    rollout = _from_last_frame(_horizon(), emits={"state": "states"})
     return (
         Walk(
             name="rollout",
             inputs=(*before, *context, *ahead, "length"),
-            section=Sequential(_features(), _target(), _from_last_frame(_horizon())),
+            section=Sequential(_features(), _target(), rollout),
             outputs=kept,
         ),
         Walk(
             name="rollouts",
             inputs=(*before, "rows"),
-            section=Sequential(_features(), _target(), Each(_from_last_frame(_horizon()), over="rows")),
+            section=Sequential(_features(), _target(), Each(rollout, over="rows")),
         ),
         Walk(
             name="resume",
@@ -259,7 +259,7 @@ def _plan_walk() -> Walk:
         section=Sequential(
             _features(),
             _target(),
-            _from_last_frame(Loop("iterations", search, carry=("mean", "std"), name="iterations")),
+            _from_last_frame(Loop("iterations", search, carry=("mean", "std"), name="iterations"), emits={}),
             Call("cem.finish", emits={"action": "action"}),
         ),
     )
