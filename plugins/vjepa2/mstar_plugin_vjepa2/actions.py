@@ -37,7 +37,9 @@ class ActionInputs:
         context = params.context_frames
         frames = self._frames(request)
         if len(frames) < context:
-            message = f"params.context_frames is {context}, but there are {len(frames)} frames; give more, or ask for less"
+            message = (
+                f"params.context_frames is {context}, but there are {len(frames)} frames; give more, or ask for less"
+            )
             raise RequestError(message, param="params.context_frames")
         actions = self._actions(request, dims=(2, 3))
         horizon = self._horizon(params, actions, before=context - 1)
@@ -47,13 +49,15 @@ class ActionInputs:
         rows = self._broadcast(actions[:, :needed], first, given)
         inputs = self._context(request, frames, context, goal_frame=params.goal_frame)
         items = [self._row(*row, context=context) for row in rows]
-        inputs |= {"length": torch.tensor(needed), "firsts": [row[1] for row in rows]}
+        inputs["firsts"] = [row[1] for row in rows]
         fields = {"context": context - 1, "horizon": horizon}
         if params.goal_frame is not None or inputs["given_goal"] is not None:
             fields["goal"] = 1
         if len(items) > 1:
             if request.session is not None:
-                message = f"actions and states have {len(items)} rows; a session holds one rollout: give [N,{self.width}]"
+                message = (
+                    f"actions and states have {len(items)} rows; a session holds one rollout: give [N,{self.width}]"
+                )
                 raise RequestError(message, param="actions")
             inputs["rows"] = items
             fields["rows"] = len(items)
@@ -70,16 +74,20 @@ class ActionInputs:
         if any(isinstance(part, VideoPart | ImagePart) for part in request.parts):
             self._refuse_opening(request, "inputs")
         if params.context_frames != 1 or params.goal_frame is not None:
-            self._refuse_opening(request, "params.context_frames" if params.context_frames != 1 else "params.goal_frame")
+            self._refuse_opening(
+                request, "params.context_frames" if params.context_frames != 1 else "params.goal_frame"
+            )
         actions = self._actions(request, dims=(2, 3))
         horizon = self._horizon(params, actions, before=0)
-        length = int(request.kept["length"]) + horizon
-        self._check_room(length, kept=length - horizon, horizon=horizon)
+        length = int(request.kept["length"])
+        self._check_room(length + horizon, kept=length, horizon=horizon)
         given = read_rows(request, "states", self.width, dims=(2, 3))
         if given is not None and given.shape[-2] < horizon:
             self._too_few("states", given, horizon)
         kept = torch.as_tensor(request.kept["state"]).float()
-        rows = self._broadcast(actions[:, :horizon], kept[None], None if given is None else _batched(given)[:, :horizon])
+        rows = self._broadcast(
+            actions[:, :horizon], kept[None], None if given is None else _batched(given)[:, :horizon]
+        )
         if len(rows) > 1:
             message = f"actions and states have {len(rows)} rows; a session holds one rollout: give [N,{self.width}]"
             raise RequestError(message, param="actions")
@@ -87,13 +95,15 @@ class ActionInputs:
         goal = self._goal(request)
         inputs = {name: item[name] for name in ("actions", "states", "given")} | {
             "features": [], "goal_index": torch.tensor(0), "given_goal": goal,
-            "length": torch.tensor(length), "firsts": [rows[0][1]],
+            "firsts": [rows[0][1]],
         }  # fmt: skip
         fields = {"horizon": horizon} | ({} if goal is None else {"goal": 1})
         return self._encoded(inputs, fields, tokens=0, blocks=horizon)
 
     def _refuse_opening(self, request: Request, param: str) -> None:
-        message = f"session {request.session!r} is open and goes on from its latest frame and state; give only 'actions' "
+        message = (
+            f"session {request.session!r} is open and goes on from its latest frame and state; give only 'actions' "
+        )
         message += f"(and 'states'), not {param!r}, or delete the session first"
         raise RequestError(message, status=409, param=param, code="session_open")
 
@@ -111,8 +121,8 @@ class ActionInputs:
                 message = f"{name} has {rows.shape[-2]} rows for {len(frames)} frames; give {number}, one a step"
                 raise RequestError(message, param=name)
         inputs = {"frames": list(frames.pixels(self.config, range(number))), "start": torch.tensor(0)}
-        rows = self._broadcast(actions, _batched(given)[:, 0], _batched(given))
-        items = [self._row(*row, context=number + 1) for row in rows]
+        each = self._broadcast(actions, _batched(given)[:, 0], _batched(given))
+        items = [self._row(*row, context=number + 1) for row in each]
         names = ("context_actions", "context_states", "context_given", "state")
         inputs["rows"] = [{name: item[name] for name in names} for item in items]
         return self._encoded(inputs, {"context": number}, tokens=number, blocks=number)
@@ -158,13 +168,17 @@ class ActionInputs:
         actions = read_rows(request, "actions", self.width, dims=(2,))
         number = context - 1
         if number and (actions is None or len(actions) != number):
-            message = f"a plan after {context} frames needs the actions between them; give 'actions' [{number},{self.width}]"
+            message = (
+                f"a plan after {context} frames needs the actions between them; give 'actions' [{number},{self.width}]"
+            )
             raise RequestError(message, param="actions")
         if not number and actions is not None:
             raise RequestError("actions lead from one context frame to the next, and there is one", param="actions")
         if given is not None and request.tensor("state") is not None:
             self._states(request, context)  # says that one is too many
-        return torch.zeros(1, 0, self.width) if actions is None else actions[None], None if given is None else given[None]
+        return torch.zeros(1, 0, self.width) if actions is None else actions[None], None if given is None else given[
+            None
+        ]
 
     def _noise(self, request: Request, params: PlanParams) -> Tensor:
         """Standard normal draws (I, H, S, 4): given, or the ones that torch's generator gives the original in turn."""
@@ -239,7 +253,9 @@ class ActionInputs:
         states = first[:, None] if given is None else given
         sizes = {len(actions), len(states)} - {1}
         if len(sizes) > 1:
-            message = f"actions have {len(actions)} rows and states {len(states)}; give as many of both, or one of either"
+            message = (
+                f"actions have {len(actions)} rows and states {len(states)}; give as many of both, or one of either"
+            )
             raise RequestError(message, param="actions")
         number = max(sizes, default=1)
         return list(zip(actions.expand(number, -1, -1), states.expand(number, -1, -1), strict=True))
@@ -262,7 +278,9 @@ class ActionInputs:
         """The frames to encode, those alone, and where among them the context ends and the goal is."""
         goal = self._goal(request)
         if goal is not None and goal_frame is not None:
-            raise RequestError("there are both params.goal_frame and tensor 'goal'; give one", param="params.goal_frame")
+            raise RequestError(
+                "there are both params.goal_frame and tensor 'goal'; give one", param="params.goal_frame"
+            )
         if goal_frame is not None and goal_frame >= len(frames):
             message = f"params.goal_frame is {goal_frame}; the frames are 0 to {len(frames) - 1}"
             raise RequestError(message, param="params.goal_frame")

@@ -51,9 +51,7 @@ def build(config: VJEPA2Config | VJEPA2ACConfig | None = None) -> Graph:
 def _video_graph() -> Graph:
     features, predicted = Port("features", shape=None), Port("predicted", shape=None)
     mask = {name: Port(f"{name}_mask", dtype="int64", shape=None) for name in ("context", "target")}
-    clip = Method(
-        name="clip", inputs=(Port("pixels", shape=None),), outputs=(features,), max_batch=ENCODER_BATCH
-    )
+    clip = Method(name="clip", inputs=(Port("pixels", shape=None),), outputs=(features,), max_batch=ENCODER_BATCH)
     predict = Method(
         name="predict",
         inputs=(features, mask["context"], mask["target"]),
@@ -125,16 +123,15 @@ def _action_nodes(config: VJEPA2ACConfig) -> tuple[Node, ...]:
     features = Port("features", "item", shape=None)
     state = Port("state", dtype="float32", shape=(config.action_dim,))
     table = {
-        name: Port(name, dtype="float32", shape=(config.max_frames, config.action_dim)) for name in ("actions", "states")
+        name: Port(name, dtype="float32", shape=(config.max_frames, config.action_dim))
+        for name in ("actions", "states")
     }
     side = config.image_size
-    frame = Method(
-        name="frame", inputs=(Port("pixels", shape=(3, side, side)),), outputs=(z,), max_batch=ENCODER_BATCH
-    )
+    frame = Method(name="frame", inputs=(Port("pixels", shape=(3, side, side)),), outputs=(z,), max_batch=ENCODER_BATCH)
     step = Method(
         name="step",
         inputs=(z, state, table["actions"], table["states"], Port("given", dtype="int64")),
-        outputs=(z, state),
+        outputs=(z, state, Port("length", dtype="int64")),
         kv=KV(attention="full", tokens=config.patches + CONDITIONS),
         max_batch=STEP_BATCH,
     )
@@ -222,7 +219,7 @@ def _rollout_walks() -> tuple[Walk, ...]:
     return (
         Walk(
             name="rollout",
-            inputs=(*before, *context, *ahead, "length"),
+            inputs=(*before, *context, *ahead),
             section=Sequential(_features(), _target(), rollout),
             outputs=kept,
         ),
@@ -233,7 +230,7 @@ def _rollout_walks() -> tuple[Walk, ...]:
         ),
         Walk(
             name="resume",
-            inputs=(*ahead, "z", "state", "length", "features", "goal_index", "given_goal"),
+            inputs=(*ahead, "z", "state", "features", "goal_index", "given_goal"),
             section=Sequential(_target(), _horizon()),
             outputs=kept,
         ),

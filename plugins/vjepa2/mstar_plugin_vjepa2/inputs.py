@@ -129,7 +129,9 @@ def read_mask(request: Request, name: str, *, clips: int, tokens: int) -> Tensor
     if mask is None:
         return torch.arange(tokens).expand(clips, tokens)
     if mask.is_floating_point() or mask.dtype == torch.bool or mask.dim() not in (1, 2) or not mask.numel():
-        raise RequestError(f"{name} is {_described(mask)}; give patch indices, integers [B,K], K at least 1", param=name)
+        raise RequestError(
+            f"{name} is {_described(mask)}; give patch indices, integers [B,K], K at least 1", param=name
+        )
     mask = (mask[None].expand(clips, -1) if mask.dim() == 1 else mask).to(torch.int64)
     if len(mask) != clips:
         raise RequestError(f"{name} has {len(mask)} rows for {clips} clips; give one a clip", param=name)

@@ -50,9 +50,7 @@ class MaskedPredictor(Node):
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_predictor(self.predictor, checkpoint, dtype=dtype, device=device)
 
-    def predict(
-        self, ctx: Context, features: Tensor, context_mask: Tensor, target_mask: Tensor
-    ) -> dict[str, Tensor]:
+    def predict(self, ctx: Context, features: Tensor, context_mask: Tensor, target_mask: Tensor) -> dict[str, Tensor]:
         """features (B, N, D), masks (B, K) and (B, M) int64 -> predicted and target (B, M, D), context (B, K, D)."""
         return {
             "predicted": self.predictor(features, context_mask, target_mask),
@@ -96,8 +94,8 @@ class ActionPredictor(Node):
         """A frame and what is done in it -> the next frame.
 
         z (B, P, D), state (B, A); actions and states (B, F, A), of which a loop's iteration takes its own row: the
-        first `given` (B,) states come from there -> z (B, P, D), layer-normed, and state (B, A), the pose that the
-        action leads to.
+        first `given` (B,) states come from there -> z (B, P, D), layer-normed, state (B, A), the pose that the
+        action leads to, and length (B,), the frames that the cache holds now.
         """
         is_given = ctx.iteration < given
         at = ctx.iteration.clamp(max=actions.shape[1] - 1)[:, None, None].expand(-1, 1, actions.shape[2])
@@ -105,7 +103,7 @@ class ActionPredictor(Node):
         state = torch.where(is_given[:, None], states.gather(1, at)[:, 0], state)
         frame = ctx.positions[ctx.query_starts[:-1].long()].long() // (self.config.patches + CONDITIONS)
         predicted = self.predictor(z, action, state, frame, ctx.kv.attend)
-        return {"z": predicted, "state": integrate(state, action)}
+        return {"z": predicted, "state": integrate(state, action), "length": frame + 1}
 
 
 class Latents(Node):

@@ -42,9 +42,9 @@ class RolloutParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     horizon: Annotated[int, Meta(ge=1, description="frames to predict; null: as many as there are actions")] | (
         None
     ) = None
-    goal_frame: Annotated[Index, Meta(description="the frame that 'distances' are to; null: tensor 'goal', if given")] | (
-        None
-    ) = None
+    goal_frame: Annotated[
+        Index, Meta(description="the frame that 'distances' are to; null: tensor 'goal', if given")
+    ] | (None) = None
     cost: Cost = "l1"
 
 
@@ -62,9 +62,9 @@ class PlanParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     momentum_std_gripper: Momentum = 0.15
     max_norm: Annotated[float, Meta(gt=0, le=100, description="most that an action moves along an axis")] = 0.05
     cost: Cost = "l1"
-    close_gripper_at: Annotated[Index, Meta(description="from this action on the gripper closes; null: it is planned")] | (
-        None
-    ) = None
+    close_gripper_at: Annotated[
+        Index, Meta(description="from this action on the gripper closes; null: it is planned")
+    ] | (None) = None
 
 
 PIXELS = ("pixel_values",)
