@@ -65,7 +65,18 @@ class AudioPart:
     sample_rate: int
 
 
-Part = TextPart | TokensPart | TensorPart | AudioPart
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    pixels: np.ndarray  # uint8 (H, W, 3), RGB, upright
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPart:
+    frames: np.ndarray  # uint8 (T, H, W, 3), RGB, upright
+    timestamps: np.ndarray  # float32 (T,): seconds since the clip's first frame
+
+
+Part = TextPart | TokensPart | TensorPart | AudioPart | ImagePart | VideoPart
 
 
 @dataclass(frozen=True, slots=True)
