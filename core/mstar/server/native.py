@@ -35,7 +35,10 @@ MAX_PARTS = 1024
 """Most inputs, messages, or parts of a message."""
 _MOST_DIGITS = 4000  # of a whole number
 _MOST_VALUES = 1 << 21  # of a whole body, by its commas
+MAX_FRAMES = 1 << 16
+"""Most frames that one video part asks for; what the operator allows is less."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+MediaSource = Annotated[str, Meta(description="a data URI in base64, or where the operator allows it a URL or a file")]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -62,7 +65,28 @@ class TokensInput(Struct, tag="token_ids", tag_field="type", kw_only=True, forbi
 
 
 class AudioInput(Struct, tag="audio", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    data: str
+    data: MediaSource
+
+
+class ImageInput(Struct, tag="image", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    data: MediaSource
+
+
+class VideoInput(Struct, tag="video", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame.
+
+    Args:
+        frames: instead of `data`: uint8 [T, H, W, 3], of which none are left out; `fps` is then their rate.
+        fps: the frame shown at 0 s, at 1 / fps s, and so on.
+        num_frames: spread evenly over the clip, the first and the last among them.
+        frame_indices: these frames, in this order; the first of the clip is 0.
+    """
+
+    data: MediaSource | None = None
+    frames: TensorValue | None = None
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    num_frames: Annotated[int, Meta(ge=1, le=MAX_FRAMES)] | None = None
+    frame_indices: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_FRAMES)] | None = None
 
 
 class TensorInput(Struct, tag="tensor", tag_field="type", kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +94,7 @@ class TensorInput(Struct, tag="tensor", tag_field="type", kw_only=True, forbid_u
     tensor: TensorValue
 
 
-Input = TextInput | TokensInput | AudioInput | TensorInput
+Input = TextInput | TokensInput | AudioInput | ImageInput | VideoInput | TensorInput
 _KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
@@ -318,6 +342,8 @@ def _part(part: Input, *, param: str, base: Path | None) -> Part:
         return TokensPart(part.ids)
     if isinstance(part, TensorInput):
         return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
+    if not isinstance(part, AudioInput):
+        raise RequestError(f"{param} cannot be read yet", param=param)
     param = f"{param}.data"
     if base is not None and not part.data.startswith("data:"):
         data = _file(part.data, base=base, param=param).read_bytes()
