@@ -21,9 +21,9 @@ from mstar.plugin import (
     Request,
     TensorChunk,
 )
-from mstar_plugin_vjepa2.actions import ActionInputs
+from mstar_plugin_vjepa2.processing.actions import ActionInputs
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
-from mstar_plugin_vjepa2.inputs import read_clips, read_mask
+from mstar_plugin_vjepa2.processing.inputs import read_clips, read_mask
 
 
 @dataclass(slots=True)
