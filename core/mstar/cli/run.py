@@ -15,12 +15,19 @@ from mstar.cli import options
 from mstar.errors import RequestError
 
 # what only a server has; --seed is the request's here
-_SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed")
+_SERVER_ONLY = (
+    "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed",
+    "allowed_local_media_path",
+)  # fmt: skip
 
 
 @click.command()
 @click.option("--request", "request_file", metavar="FILE", help="JSON request, as for POST /v1/generate; -: stdin")
-@click.option("--text", help="instead of --request: a request with this text")
+@click.option("--text", help="instead of --request: a request with this text, after what these name:")
+@click.option("--image", "images", multiple=True, metavar="FILE|URL", help="an image; repeatable")
+@click.option("--video", "videos", multiple=True, metavar="FILE|URL", help="a video; repeatable")
+@click.option("--audio", "audios", multiple=True, metavar="FILE|URL", help="a sound; repeatable")
+@click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, evenly spread  [default: all]")
 @click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
 @click.option("--voice", help="the same as --param voice=NAME")
 @click.option(
@@ -36,11 +43,17 @@ _SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions
 @options.only(config.ServerConfig, "log_level")
 @options.config_option
 def run(
-    request_file: str | None, text: str | None, task: str | None, voice: str | None, params: tuple[str, ...],
+    request_file: str | None, text: str | None, images: tuple[str, ...], videos: tuple[str, ...],
+    audios: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None, params: tuple[str, ...],
     seed: int | None, out: Path, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Answer one request and write result.json, tensors.safetensors and media files."""
-    request, base = _request(request_file, text)
+    sampling = {} if num_frames is None else {"num_frames": num_frames}
+    inputs: list[dict[str, Any]] = [{"type": "image", "data": source} for source in images]
+    inputs += [{"type": "video", "data": source} | sampling for source in videos]
+    inputs += [{"type": "audio", "data": source} for source in audios]
+    inputs += [] if text is None else [{"type": "text", "text": text}]
+    request, base = _request(request_file, inputs)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
     more = read_params(params) | ({} if voice is None else {"voice": voice})
     own = request.get("params") or {}
@@ -57,12 +70,12 @@ def run(
     sys.exit(launch.run(engine, request, out=out, base=base))
 
 
-def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
+def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Path]:
     """The request, and the folder that relative paths in it start from."""
-    if (file is None) == (text is None):
-        raise click.UsageError("give either --request FILE or --text TEXT")
+    if (file is None) == (not inputs):
+        raise click.UsageError("give either --request FILE, or --text TEXT and media")
     if file is None:
-        return {"inputs": [{"type": "text", "text": text}]}, Path.cwd()
+        return {"inputs": inputs}, Path.cwd()
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
