@@ -182,7 +182,7 @@ class _Clip:
             yield from ((index_of[frame.pts], frame) for frame in self._decoded(run) if frame.pts in index_of)
 
     def _runs(self, asked: set[int]) -> Iterator[list[Any]]:
-        """Packets to decode for these times: from a key frame to the last frame that is asked for before the next one."""
+        """Packets to decode for these times: from a key frame to the last one asked for before the next key frame."""
         packets, starts = self._packets, self._starts
         if 2 * len(asked) > len(packets):
             yield packets
