@@ -27,6 +27,10 @@ _SERVER_ONLY = (
 @click.option("--image", "images", multiple=True, metavar="FILE|URL", help="an image; repeatable")
 @click.option("--video", "videos", multiple=True, metavar="FILE|URL", help="a video; repeatable")
 @click.option("--audio", "audios", multiple=True, metavar="FILE|URL", help="a sound; repeatable")
+@click.option(
+    "--tensor", "tensors", multiple=True, metavar="NAME=FILE",
+    help="the tensor of this name in a safetensors file; repeatable",
+)  # fmt: skip
 @click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, evenly spread  [default: all]")
 @click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
 @click.option("--voice", help="the same as --param voice=NAME")
@@ -39,19 +43,21 @@ _SERVER_ONLY = (
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("mstar-out"), show_default=True,
     metavar="DIR", help="folder for result.json, tensors and media",
 )  # fmt: skip
+@click.option("--plot", is_flag=True, help="draw what came of it, as PNG files beside the tensors")
 @options.settings(config.EngineConfig, without=_SERVER_ONLY)
 @options.only(config.ServerConfig, "log_level")
 @options.config_option
 def run(
     request_file: str | None, text: str | None, images: tuple[str, ...], videos: tuple[str, ...],
-    audios: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None, params: tuple[str, ...],
-    seed: int | None, out: Path, config_file: Path | None, **given: Any,
+    audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None,
+    params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Answer one request and write result.json, tensors.safetensors and media files."""
     sampling = {} if num_frames is None else {"num_frames": num_frames}
     inputs: list[dict[str, Any]] = [{"type": "image", "data": source} for source in images]
     inputs += [{"type": "video", "data": source} | sampling for source in videos]
     inputs += [{"type": "audio", "data": source} for source in audios]
+    inputs += [_tensor(pair) for pair in tensors]
     inputs += [] if text is None else [{"type": "text", "text": text}]
     request, base = _request(request_file, inputs)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
@@ -67,7 +73,7 @@ def run(
     from mstar import launch, observe
 
     observe.setup_logging(log_level)
-    sys.exit(launch.run(engine, request, out=out, base=base))
+    sys.exit(launch.run(engine, request, out=out, base=base, plot=plot))
 
 
 def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Path]:
@@ -85,6 +91,13 @@ def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, 
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"--request {file}: not JSON of a request ({error}); a request is a JSON object") from error
     return request, Path.cwd() if file == "-" else Path(file).absolute().parent
+
+
+def _tensor(pair: str) -> dict[str, Any]:
+    name, equals, file = pair.partition("=")
+    if not name or not equals:
+        raise click.BadParameter(f"{pair!r}: expected NAME=FILE", param_hint="--tensor")
+    return {"type": "tensor", "name": name, "tensor": {"file": file, "name": name}}
 
 
 def read_params(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -180,7 +180,9 @@ def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
 
 
 def _check_paths(plugin: InstalledPlugin, spec: ModelSpec) -> None:
-    paths = {field: getattr(spec, field) for field in ("config", "processor", "offers", "max_model_len", "voices")}
+    paths = {
+        field: getattr(spec, field) for field in ("config", "processor", "offers", "max_model_len", "voices", "plot")
+    }
     named = {"": spec.tiny} if isinstance(spec.tiny, str) else spec.tiny or {}
     paths |= {f"tiny[{word!r}]" if word else "tiny": path for word, path in named.items()}
     paths |= {f"nodes[{module!r}]": path for module, path in spec.nodes.items()}

@@ -87,6 +87,8 @@ class ModelSpec:
             `--model tiny` stands for. Of several, a mapping: "tiny" and other words for `--model` -> such a path.
         max_model_len: dotted path of `config -> int`, or None for models without a token limit.
         voices: dotted path of `config -> list of names` for speech models.
+        plot: dotted path of `(request, tensors, config, folder) -> paths`, which draws what a request gave: its named
+            tensors, each whole, as pictures in a folder; what `mstar run --plot` calls. It may import matplotlib.
         requires_core: PEP 440 specifier of the core versions it works with, such as ">=0.1".
     """
 
@@ -103,6 +105,7 @@ class ModelSpec:
     tiny: str | Mapping[str, str] | None = None
     max_model_len: str | None = None
     voices: str | None = None
+    plot: str | None = None
     requires_core: str = ">=0.1"
     description: str = ""
 

@@ -21,8 +21,8 @@ from mstar.plugin import (
     Request,
     TensorChunk,
 )
-from mstar_plugin_vjepa2.processing.actions import ActionInputs
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
+from mstar_plugin_vjepa2.processing.actions import ActionInputs
 from mstar_plugin_vjepa2.processing.inputs import read_clips, read_mask
 
 

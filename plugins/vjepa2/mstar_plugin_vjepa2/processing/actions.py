@@ -10,9 +10,9 @@ from torch import Tensor
 from mstar.plugin import Encoded, ImagePart, Request, RequestError, VideoPart
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
 from mstar_plugin_vjepa2.graph import CONDITIONS
-from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
 from mstar_plugin_vjepa2.modeling import cem
 from mstar_plugin_vjepa2.plugin import MOST_DRAWS, PlanParams, RolloutParams
+from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
 
 
 class ActionInputs:
