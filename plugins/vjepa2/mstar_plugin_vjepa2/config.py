@@ -20,6 +20,8 @@ AC_FILE = "vjepa2-ac-vitg.pt"
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 RESAMPLING = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CONDITIONS = 2
+"""Tokens of a frame's block in the action-conditioned predictor before its patches: action and state."""
 ACTION_DIM = 7
 """Position, extrinsic xyz Euler angles and gripper: what poses are integrated in, and the release's width."""
 
@@ -188,6 +190,11 @@ class VJEPA2ACConfig(_Shape):
     @property
     def action_dim(self) -> int:
         return self.predictor.action_dim
+
+    @property
+    def block(self) -> int:
+        """Tokens of a frame in the predictor."""
+        return CONDITIONS + self.patches
 
     @property
     def max_frames(self) -> int:
@@ -493,5 +500,5 @@ def offers(config: VJEPA2Config | VJEPA2ACConfig) -> tuple[str, ...]:
 def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:
     """Tokens of the longest rollout; of the clips it was trained on, where there are none."""
     if isinstance(config, VJEPA2ACConfig):
-        return config.max_frames * (config.patches + 2)
+        return config.max_frames * config.block
     return config.frames_per_clip // config.tubelet_size * config.patches

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mstar.layers.linear import Linear
 from mstar.layers.norm import LayerNorm
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig, VJEPA2Config
-from mstar_plugin_vjepa2.modeling.blocks import Block, full_attention, place, rotary
+from mstar_plugin_vjepa2.modeling.blocks import Block, full_attention, normalized, place, rotary
 
 
 class Encoder(nn.Module):
@@ -65,5 +64,4 @@ class Encoder(nn.Module):
 
         Returns: (B, patches, dim), every token normalised.
         """
-        latents = self(frames[:, None].expand(-1, self.config.tubelet_size, -1, -1, -1))
-        return functional.layer_norm(latents, latents.shape[-1:])
+        return normalized(self(frames[:, None].expand(-1, self.config.tubelet_size, -1, -1, -1)))

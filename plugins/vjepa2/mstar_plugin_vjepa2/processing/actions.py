@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mstar.plugin import Encoded, ImagePart, Request, RequestError, VideoPart
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
-from mstar_plugin_vjepa2.graph import CONDITIONS
 from mstar_plugin_vjepa2.modeling import cem
 from mstar_plugin_vjepa2.plugin import MOST_DRAWS, PlanParams, RolloutParams
 from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
@@ -302,7 +301,7 @@ class ActionInputs:
         return Encoded(
             inputs=inputs,
             fields=fields,
-            kv_tokens={"ac.main": blocks * (self.config.patches + CONDITIONS)},
+            kv_tokens={"ac.main": blocks * self.config.block},
             usage={"prompt_tokens": tokens * self.config.patches},
         )
 
