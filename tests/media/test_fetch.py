@@ -158,6 +158,7 @@ ODD = [
     "http://127.0.0.1:{port}#@media.example/", "http://media.example#@127.0.0.1:{port}/",
     "http://127.0.0.1%2f@media.example:{port}/", "http://127.0.0.1:{port}\t/", "http://127.0.0.1:{port}/\r\nX: y",
     "http://127.0.0.1:{port}/ x", "http:127.0.0.1:{port}/", "http:/127.0.0.1:{port}/", "http:///127.0.0.1:{port}/",
+    "http://media.exampleſ/", "httpſ://127.0.0.1:{port}/",
     "http://①②⑦.0.0.1:{port}/", "http://127。0。0。1:{port}/", "http://media.example:99999/", "http://media.example:0/",
     "http://", "http://:{port}/", "http://[::1/", "http://[v1.x]:{port}/", "http://[fe80::1%25lo]:{port}/",
     "https://127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/", "gopher://127.0.0.1:{port}/", "//127.0.0.1:{port}/",
@@ -184,7 +185,7 @@ def test_without_a_list_nothing_is_even_looked_up(resolve: Callable[..., list[st
 INWARD = [
     "http://127.0.0.2:{port}/", "//127.0.0.2:{port}/", "http://[::1]:{port}/", "http://localhost:{port}/", "file:///etc/hostname",
     "http://2130706434:{port}/", "http://allowed\\@127.0.0.2:{port}/", "data:image/png;base64,aGk=", "/etc/hostname\\x",
-    "ftp://127.0.0.2:{port}/", "http://inward.example:{port}/",
+    "http://[::1/", "http\u017f://127.0.0.2:{port}/", "http://[x]/", "ftp://127.0.0.2:{port}/", "http://inward.example:{port}/",
 ]  # fmt: skip
 
 
@@ -358,7 +359,8 @@ OUTSIDE = [
     "/etc/hostname", "file:///etc/hostname", "/no/such/file", "../secret.png", "{jail}/../secret.png", "out.png",
     "up/secret.png", "file://{jail}/%2e%2e/secret.png", "file://{jail}/..%2fsecret.png",
     "file://{jail}/%2e%2e%2fsecret.png", "{jail}-too/d.png", "circle", "pipe", "inner", ".", "", "a b.png\0",
-    "missing.png", "/dev/zero", "/proc/self/environ", "file://host/etc/hostname", "~/x", "inner/" + "x" * 300, "%2e%2e/secret.png", "file://localhost/etc/hostname",
+    "missing.png", "/dev/zero", "/proc/self/environ", "file://host/etc/hostname", "~/x",
+    "inner/" + "x" * 300, "%2e%2e/secret.png", "file://localhost/etc/hostname",
 ]  # fmt: skip
 
 
