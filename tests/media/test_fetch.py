@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from media_files import Listener, data_uri, listening, response
 
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
+from mstar.media import fetch
 from mstar.media.fetch import read_data_uri, read_source
 from mstar.media.policy import Budget, MediaPolicy
 
@@ -92,6 +95,25 @@ def test_redirects_are_followed_where_they_may_lead(status: str) -> None:
         with listening(response(status=status, Location=location)) as host:
             assert read(f"http://127.0.0.1:{host.port}/") == b"media"
         assert target.requests[0].startswith(b"GET /there ")
+
+
+def test_https_checks_the_name_and_not_the_address(
+    resolve: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-subj"]
+    command += ["/CN=media.example", "-addext", "subjectAltName=DNS:media.example"]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setattr(fetch, "_tls", lambda: ssl.create_default_context(cafile=certificate))
+    resolve(**{"media.example": ["127.0.0.1"], "other.example": ["127.0.0.1"]})
+    policy = MediaPolicy(allowed_domains=("*", "127.0.0.1"))
+    with listening(response(b"media"), tls=context) as host:
+        assert read(f"https://media.example:{host.port}/", policy) == b"media"
+        for name in ("other.example", "127.0.0.1"):
+            assert refusal(f"https://{name}:{host.port}/", policy).code == "media_unreachable"
+        assert len(host.requests) == 1
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
