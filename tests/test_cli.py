@@ -24,7 +24,21 @@ from mstar.plugin.loader import InstalledPlugin
 COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plugins", "run", "serve"]
 OWN_FLAGS = {
     "serve": {"--config"},
-    "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
+    "run": {
+        "--audio",
+        "--config",
+        "--image",
+        "--log-level",
+        "--num-frames",
+        "--out",
+        "--param",
+        "--request",
+        "--seed",
+        "--task",
+        "--text",
+        "--video",
+        "--voice",
+    },
     "bench": set(),
     "cache": set(),
     "compile": {"--config", "--json", "--log-level"},
@@ -32,8 +46,15 @@ OWN_FLAGS = {
     "plugins": {"--json"},
     "doctor": {"--host", "--model", "--plugin", "--port"},
 }
-SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout"}
-NOT_COMPILED = {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
+SERVER_ONLY = {
+    "--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout",
+    "--allowed-local-media-path",
+}  # fmt: skip
+MEDIA = {
+    "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
+    "--media-timeout",
+}  # fmt: skip
+NOT_COMPILED = MEDIA | {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
 
 PLUGIN = """
 from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import socket
+import ssl
 import struct
 import threading
 import zlib
@@ -103,10 +104,11 @@ def clip(
 class Listener:
     """Answers every connection with the same bytes, and counts them."""
 
-    def __init__(self, answer: bytes, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, answer: bytes, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.num_connections = 0
         self.requests: list[bytes] = []
         self._answer = answer
+        self._tls = tls
         self._socket = socket.create_server((host, 0))
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
@@ -120,8 +122,10 @@ class Listener:
             self.num_connections += 1
             with connection:
                 try:
+                    connection = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
                     self.requests.append(connection.recv(65536))
                     connection.sendall(self._answer)
+                    connection.close()  # the wrapped one
                 except OSError:
                     continue
 
@@ -132,8 +136,8 @@ class Listener:
 
 
 @contextmanager
-def listening(answer: bytes = b"", *, host: str = "127.0.0.1") -> Iterator[Listener]:
-    listener = Listener(answer, host=host)
+def listening(answer: bytes = b"", *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Iterator[Listener]:
+    listener = Listener(answer, host=host, tls=tls)
     try:
         yield listener
     finally:

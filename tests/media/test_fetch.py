@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from media_files import Listener, data_uri, listening, response
 
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
+from mstar.media import fetch
 from mstar.media.fetch import read_data_uri, read_source
 from mstar.media.policy import Budget, MediaPolicy
 
@@ -94,6 +97,25 @@ def test_redirects_are_followed_where_they_may_lead(status: str) -> None:
         assert target.requests[0].startswith(b"GET /there ")
 
 
+def test_https_checks_the_name_and_not_the_address(
+    resolve: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-subj"]
+    command += ["/CN=media.example", "-addext", "subjectAltName=DNS:media.example"]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setattr(fetch, "_tls", lambda: ssl.create_default_context(cafile=certificate))
+    resolve(**{"media.example": ["127.0.0.1"], "other.example": ["127.0.0.1"]})
+    policy = MediaPolicy(allowed_domains=("*", "127.0.0.1"))
+    with listening(response(b"media"), tls=context) as host:
+        assert read(f"https://media.example:{host.port}/", policy) == b"media"
+        for name in ("other.example", "127.0.0.1"):
+            assert refusal(f"https://{name}:{host.port}/", policy).code == "media_unreachable"
+        assert len(host.requests) == 1
+
+
 def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as proxy, listening(response(b"media")) as host:
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
@@ -158,6 +180,7 @@ ODD = [
     "http://127.0.0.1:{port}#@media.example/", "http://media.example#@127.0.0.1:{port}/",
     "http://127.0.0.1%2f@media.example:{port}/", "http://127.0.0.1:{port}\t/", "http://127.0.0.1:{port}/\r\nX: y",
     "http://127.0.0.1:{port}/ x", "http:127.0.0.1:{port}/", "http:/127.0.0.1:{port}/", "http:///127.0.0.1:{port}/",
+    "http://media.exampleſ/", "httpſ://127.0.0.1:{port}/",
     "http://①②⑦.0.0.1:{port}/", "http://127。0。0。1:{port}/", "http://media.example:99999/", "http://media.example:0/",
     "http://", "http://:{port}/", "http://[::1/", "http://[v1.x]:{port}/", "http://[fe80::1%25lo]:{port}/",
     "https://127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/", "gopher://127.0.0.1:{port}/", "//127.0.0.1:{port}/",
@@ -184,7 +207,7 @@ def test_without_a_list_nothing_is_even_looked_up(resolve: Callable[..., list[st
 INWARD = [
     "http://127.0.0.2:{port}/", "//127.0.0.2:{port}/", "http://[::1]:{port}/", "http://localhost:{port}/", "file:///etc/hostname",
     "http://2130706434:{port}/", "http://allowed\\@127.0.0.2:{port}/", "data:image/png;base64,aGk=", "/etc/hostname\\x",
-    "ftp://127.0.0.2:{port}/", "http://inward.example:{port}/",
+    "http://[::1/", "http\u017f://127.0.0.2:{port}/", "http://[x]/", "ftp://127.0.0.2:{port}/", "http://inward.example:{port}/",
 ]  # fmt: skip
 
 
@@ -358,7 +381,8 @@ OUTSIDE = [
     "/etc/hostname", "file:///etc/hostname", "/no/such/file", "../secret.png", "{jail}/../secret.png", "out.png",
     "up/secret.png", "file://{jail}/%2e%2e/secret.png", "file://{jail}/..%2fsecret.png",
     "file://{jail}/%2e%2e%2fsecret.png", "{jail}-too/d.png", "circle", "pipe", "inner", ".", "", "a b.png\0",
-    "missing.png", "/dev/zero", "/proc/self/environ", "file://host/etc/hostname", "~/x", "inner/" + "x" * 300, "%2e%2e/secret.png", "file://localhost/etc/hostname",
+    "missing.png", "/dev/zero", "/proc/self/environ", "file://host/etc/hostname", "~/x",
+    "inner/" + "x" * 300, "%2e%2e/secret.png", "file://localhost/etc/hostname",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from serve_process import ServeProcess
 from served import Served, wait_until
 
 from mstar import client
+from mstar.cli import main
 from mstar.media.audio import encode_wav
 
 WAV = encode_wav(np.linspace(-1, 1, 800, dtype=np.float32), sample_rate=8000)
@@ -346,21 +347,32 @@ def test_slow_hosts_hold_up_nobody_else(opened: Site) -> None:
         assert {one.result().status_code for one in waiting} <= {400, 504}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Any]:
-    from click.testing import CliRunner
-
-    from mstar.cli import main
-
-    def call(*flags: str) -> Any:
-        return CliRunner().invoke(main, ["run", "--plugin", "echo", "--out", str(tmp_path / "out"), *flags])
-
-    return call
+# ---- mstar run ------------------------------------------------------------------------------------------------------
 
 
-def test_run_takes_media_from_the_command_line(run: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
-    flags = ["--image", str(folder / "image"), "--audio", str(folder / "audio"), "--video", str(folder / "video")]
-    done = run(*flags, "--num-frames", "4", "--text", "hi", "--task", "media", "--log-level", "error")
-    assert done.exit_code == 0, done.output
-    (output,) = json.loads((tmp_path / "out" / "result.json").read_text())["outputs"]
+def test_run_takes_media_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    flags = ["--image", str(folder / "image"), "--audio", f"file://{folder}/audio", "--video", str(folder / "video")]
+    flags += ["--num-frames", "4", "--text", "hi", "--task", "media", "--log-level", "error", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--plugin", "echo", *flags])
+    assert ended.value.code == 0
+    (output,) = json.loads((tmp_path / "result.json").read_text())["outputs"]
     assert output["shape"] == [4 + 6 + 4 + 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_fetches_from_public_hosts_alone(
+    folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--plugin", "echo", "--task", "media", "--log-level", "error", "--out", str(tmp_path / "out")]
+    with listening(response(FILES[kind])) as canary:
+        url = f"http://127.0.0.1:{canary.port}/"
+        (tmp_path / "request.json").write_text(json.dumps({"inputs": [part(kind, url)]}))
+        for given in ([f"--{kind}", url], ["--request", str(tmp_path / "request.json")]):
+            with pytest.raises(SystemExit) as ended:
+                main(["run", *flags, *given])
+            assert ended.value.code == 2 and "not found at a public address" in capsys.readouterr().err
+        assert canary.num_connections == 0
+        with pytest.raises(SystemExit) as ended:
+            main(["run", *flags, f"--{kind}", url, "--allowed-media-domains", "127.0.0.1"])
+        assert ended.value.code == 0 and canary.num_connections == 1

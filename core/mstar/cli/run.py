@@ -79,7 +79,7 @@ def run(
 def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Path]:
     """The request, and the folder that relative paths in it start from."""
     if (file is None) == (not inputs):
-        raise click.UsageError("give either --request FILE, or --text TEXT and media")
+        raise click.UsageError("give either --request FILE or --text TEXT, with or without media")
     if file is None:
         return {"inputs": inputs}, Path.cwd()
     try:

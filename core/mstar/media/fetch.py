@@ -7,6 +7,7 @@ redirect anew. No proxies, cookies or content encodings. Blocks; for threads tha
 from __future__ import annotations
 
 import binascii
+import contextlib
 import functools
 import os
 import re
@@ -31,7 +32,7 @@ from mstar.media.policy import Budget, MediaPolicy
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(:(?P<port>[0-9]{1,5}))?"
     r"(?P<target>[/?][!-\[\]-~]*)?",
-    re.IGNORECASE,
+    re.ASCII | re.IGNORECASE,
 )
 _IPV4 = re.compile(r"((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])(\.(?!$)|$)){4}")
 _NAME = re.compile(r"([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*(?!0x)[a-z_]([a-z0-9_-]{0,61}[a-z0-9_])?")
@@ -131,7 +132,9 @@ def _fetch(url: str, *, budget: Budget, param: str | None) -> bytes:
         answer = _get(_parsed(url, policy=budget.policy, param=param), budget=budget, param=param)
         if isinstance(answer, bytes):
             return answer
-        url = urllib.parse.urljoin(url, answer)
+        with contextlib.suppress(ValueError):  # what cannot be joined is refused as it is
+            answer = urllib.parse.urljoin(url, answer)
+        url = answer
     message = f"{param}: the URL redirects more than {budget.policy.max_redirects} times; give the address it leads to"
     raise RequestError(message, param=param, code="media_unreachable")
 
