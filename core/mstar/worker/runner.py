@@ -19,7 +19,7 @@ from mstar.config import EngineConfig
 from mstar.errors import PluginError
 from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend, decode_plan
 from mstar.plugin.graph import KV, Method, Port
-from mstar.plugin.nodes import Context, Plan
+from mstar.plugin.nodes import NO_PLAN, Context, Plan
 from mstar.plugin.program import MethodKey
 from mstar.worker.finish import Columns, Finished, Step, explain, finish
 from mstar.worker.fused import run_unit
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mstar.worker.graphs import GraphRunner
 
 MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
-
-_EMPTY_PLAN = Plan()
 
 
 class Runner:
@@ -150,11 +148,11 @@ class Runner:
         module, works = self.modules[batch.key[0]], batch.works
         hook = module.prepare.get(batch.key[1])
         if hook is None:
-            return _EMPTY_PLAN
+            return NO_PLAN
         for work in works:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
         with module.timed(batch.key[1]):
-            plan: Plan = hook(works) or _EMPTY_PLAN
+            plan: Plan = hook(works) or NO_PLAN
         where = ".".join(batch.key)
         if plan.advance is not None and len(plan.advance) != len(works):
             raise PluginError(f"{where}: Plan.advance has {len(plan.advance)} entries for {len(works)} tasks")
