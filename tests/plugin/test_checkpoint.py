@@ -117,7 +117,7 @@ class TestFolders:
 
     def test_what_is_neither_a_folder_nor_a_hub_id(self, tmp_path: Path) -> None:
         for model in (str(tmp_path / "absent"), "./absent", "~/absent", "a/b/c", "a b"):
-            with pytest.raises(ConfigError, match="there is no such folder, and it is no hub id"):
+            with pytest.raises(ConfigError, match="is neither a folder nor a hub id"):
                 resolve(spec(), model, download=no_download)
         file = tmp_path / "model.safetensors"
         file.write_text("")

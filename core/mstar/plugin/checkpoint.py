@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 import mstar
-from mstar.config import environment, suggest
+from mstar.config import did_you_mean, environment, suggest
 from mstar.errors import ConfigError, MstarError, PluginError
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, require_tiny
 
@@ -51,6 +51,14 @@ def download_snapshot(repository: str) -> Path:
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"downloading {repository!r} failed: {reason}; try again, or pass its folder") from error
+
+
+def check(spec: ModelSpec, model: str) -> None:
+    """Raise ConfigError for a model that can be seen, without reading or downloading anything, not to be there."""
+    if model == TINY:
+        require_tiny(spec)
+    else:
+        _folder(model)
 
 
 def resolve(
@@ -92,9 +100,10 @@ def _folder(model: str) -> Path | None:
         return path
     if path.exists():
         raise ConfigError(f"--model {model} is a file; pass the folder it lies in")
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
         return None
-    raise ConfigError(f"--model {model}: there is no such folder, and it is no hub id such as 'owner/name'")
+    hint = did_you_mean(model, [TINY]) or "; check the spelling"
+    raise ConfigError(f"--model {model} is neither a folder nor a hub id (OWNER/NAME){hint}")
 
 
 def _nearby(folder: Path, part: str) -> Path | None:
