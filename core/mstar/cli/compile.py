@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from mstar.cli import options
 if TYPE_CHECKING:
     from mstar.worker.compiled import Progress
 
+LINE_INTERVAL_S = 10.0
 # what does not change what is compiled, and what cannot be had with it
 _WITHOUT = (
     "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "request_timeout_s", "stall_timeout_s", "seed",
@@ -42,8 +45,7 @@ def compile_model(ctx: click.Context, config_file: Path | None, log_level: str, 
     everything = dict.fromkeys((*known, *config.flags(config.ServerConfig)))
     found = options.collect(everything | given, config_file)
     settings = {name: value for name, value in found.items() if name in known} | {"compile": True}
-    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
-    engine = config.EngineConfig(**settings)
+    engine = options.engine_config(settings)
 
     from mstar import launch, observe
     from mstar.layers import kernels
@@ -97,9 +99,10 @@ class Watch:
 
 @contextlib.contextmanager
 def _shown(*, is_bar: bool) -> Iterator[Progress]:
-    """On a terminal a bar, else a line for each."""
+    """On a terminal a bar with the seconds of what is under way, else a line for each, again while it lasts."""
     if not is_bar:
-        yield lambda name, index, total: click.echo(f"[{index + 1}/{total}] {name}", err=True)
+        with _said_again() as say:
+            yield lambda name, index, total: say(f"[{index + 1}/{total}] {name}")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -107,7 +110,33 @@ def _shown(*, is_bar: bool) -> Iterator[Progress]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda name, index, total: progress.update(bar, description=name, completed=index, total=total)
+        yield lambda name, index, total: progress.reset(bar, description=name, completed=index, total=total)
+
+
+@contextlib.contextmanager
+def _said_again() -> Iterator[Callable[[str], None]]:
+    """Writes lines to stderr, the last of them again with its seconds as long as no other comes."""
+    lines = queue.SimpleQueue[str | None]()
+
+    def write() -> None:
+        line, started = lines.get(), time.monotonic()
+        while line is not None:
+            try:
+                line, started = lines.get(timeout=LINE_INTERVAL_S), time.monotonic()
+            except queue.Empty:
+                click.echo(f"{line}: {time.monotonic() - started:.0f} s so far", err=True)
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+        lines.put(line)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield say
+    finally:
+        lines.put(None)
+        writer.join()
 
 
 def _state(watch: Watch, name: str) -> dict[str, Any]:
