@@ -41,12 +41,13 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
-from mstar.server.engine import Engine
+from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.native import GenerateRequest, check_known, convert, read_request
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
 from mstar.worker.compiled import Compilation, Progress
+from mstar.worker.finish import described
 from mstar.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base
     Returns an exit code. Raises ConfigError, PluginError or RequestError, whose messages say what to do.
     """
     wire = convert(request, GenerateRequest)
-    return asyncio.run(_run(engine_config, wire, out=out, base=base))
+    model = find_model(engine_config)
+    _check_request(wire, model=model, config=engine_config, base=base)
+    return asyncio.run(_run(engine_config, wire, model=model, out=out, base=base))
 
 
 def build(config: EngineConfig, *, progress: Progress) -> Compilation:
@@ -175,16 +178,15 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     except Exception as error:
         # What an operator can change is said when the start fails; where it was found is of no use to them.
         logger.error("the worker stopped", exc_info=not isinstance(error, ConfigError))
-        end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+        end.send(Dead(reason=described(error)))
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig) -> int:
+def _set_threads(config: EngineConfig) -> None:
     """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
-    return num_threads
 
 
 async def _report(engine: Engine) -> None:
@@ -336,8 +338,19 @@ def _plan_lines(engine: Engine) -> Iterator[str]:
 # ---- offline ----------------------------------------------------------------------------------------------------
 
 
-async def _run(config: EngineConfig, wire: GenerateRequest, *, out: Path, base: Path) -> int:
-    async with started_engine(config, base=base) as engine:
+def _check_request(wire: GenerateRequest, *, model: Model, config: EngineConfig, base: Path) -> None:
+    """Raise RequestError for what would be refused whatever the weights are, before they are loaded."""
+    spec = model.plugin.spec
+    names = served_names(config, spec)
+    request = read_request(wire, spec=spec, model_names=names, request_id="", seed=0, base=base)
+    voice, voices = getattr(request.params, "voice", None), model.voices
+    if voices is not None and isinstance(voice, str):
+        problem = f"voice {voice[:60]!r} is unknown; known:"
+        check_known(voice, voices, problem, param="params.voice", code="unknown_voice")
+
+
+async def _run(config: EngineConfig, wire: GenerateRequest, *, model: Model, out: Path, base: Path) -> int:
+    async with started_engine(config, model=model, base=base) as engine:
         handle = await engine.submit(wire)
         outputs = Outputs(handle.request)
         async for chunk in handle:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mstar.errors import PluginError, RequestError
+from mstar.errors import MstarError, PluginError, RequestError
 from mstar.layers.sampling.native import NOT_FINITE
 from mstar.observe import redact
 from mstar.plugin.graph import Method, Port
@@ -297,8 +297,8 @@ def explain(error: BaseException, where: str = "") -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """An error's type and text, whatever its own `__str__` does."""
+    """An error's type and text, whatever its own `__str__` does; of our own errors the text, which says it all."""
     try:
-        return redact(f"{type(error).__name__}: {error}")
+        return redact(str(error) if isinstance(error, MstarError) else f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001  # a plugin's exception that cannot be printed
         return f"{type(error).__name__}: (its text cannot be had)"
