@@ -12,6 +12,7 @@ import functools
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,8 @@ def aot_compile(
     from torch._inductor.package import package_aoti
 
     module = program if isinstance(program, torch.nn.Module) else _as_module(program)
-    with _writing_to(_scratch()), torch.no_grad():
+    with warnings.catch_warnings(), _writing_to(_scratch()), torch.no_grad():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)  # torch's
         exported = torch.export.export(module, args, dynamic_shapes=dynamic_shapes)
         functional = exported.run_decompositions({}).graph_signature
         if functional.buffers_to_mutate:
