@@ -114,7 +114,7 @@ def test_a_server_that_cannot_work_is_not_measured(
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["mstar.cli.bench"], "LINE_INTERVAL_S", 0.2)
+    monkeypatch.setattr("mstar.cli.progress.LINE_INTERVAL_S", 0.2)
     assert bench("--url", url, "--rate", "10", "--duration", "1", "--warmup", "0") == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 3

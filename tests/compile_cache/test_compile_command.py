@@ -81,15 +81,15 @@ def test_each_method_is_said_to_be_built_found_or_left(built: tuple[list[EngineC
 
 
 def test_what_takes_long_is_said_again_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mstar.cli.compile.LINE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("mstar.cli.progress.LINE_INTERVAL_S", 0.4)
     said = list[str]()
     monkeypatch.setattr("click.echo", lambda line, err: said.append(line))
     with compile_command._shown(is_bar=False) as show:
         show("lm.decode", 0, 2)
-        time.sleep(0.2)
+        time.sleep(1.7)
         show("lm.frame", 1, 2)
     assert said[0] == "[1/2] lm.decode" and said[-1] == "[2/2] lm.frame"
-    assert len(said) > 3 and set(said[1:-1]) == {"[1/2] lm.decode: 0 s so far"}
+    assert len(said) > 2 and set(said[1:-1]) <= {f"[1/2] lm.decode: {n} s so far" for n in (1, 2)}
 
 
 def test_a_model_that_has_nothing_to_compile_ends_with_1(built: tuple[list[EngineConfig], Compilation]) -> None:

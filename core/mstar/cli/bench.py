@@ -8,7 +8,6 @@ import dataclasses
 import importlib.util
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from mstar.cli.progress import repeated
 from mstar.cli.run import read_params
 from mstar.errors import ConfigError
 
@@ -31,7 +31,6 @@ TEXTS = (
 )
 POSITIVE = click.FloatRange(0, min_open=True)
 FILE = click.Path(path_type=Path, dir_okay=False)
-LINE_INTERVAL_S = 10.0
 FORMATS = ("pcm", "wav", "mp3", "flac", "opus", "aac")
 
 
@@ -141,24 +140,14 @@ def _lines(plan: Plan) -> Iterator[Callable[[Sample], None]]:
     """A line to stderr every ten seconds, and at the end."""
     total = "" if plan.num_requests is None else f"/{plan.num_requests}"
     started, counts = time.monotonic(), [0, 0]
-    is_over = threading.Event()
 
     def tell() -> None:
         seconds = time.monotonic() - started
         click.echo(f"{counts[0]}{total} requests, {counts[1]} failed, after {seconds:.0f} s", err=True)
 
-    def tell_again() -> None:
-        while not is_over.wait(LINE_INTERVAL_S):
-            tell()
-
     def on_sample(sample: Sample) -> None:
         counts[:] = counts[0] + 1, counts[1] + (sample.failure is not None)
 
-    telling = threading.Thread(target=tell_again, daemon=True)
-    telling.start()
-    try:
+    with repeated(tell):
         yield on_sample
         tell()
-    finally:
-        is_over.set()
-        telling.join()

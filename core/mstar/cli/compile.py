@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +14,11 @@ import click
 
 from mstar import config
 from mstar.cli import options
+from mstar.cli.progress import repeated
 
 if TYPE_CHECKING:
     from mstar.worker.compiled import Progress
 
-LINE_INTERVAL_S = 10.0
 # what does not change what is compiled, and what cannot be had with it
 _WITHOUT = (
     "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "request_timeout_s", "stall_timeout_s", "seed",
@@ -101,8 +99,19 @@ class Watch:
 def _shown(*, is_bar: bool) -> Iterator[Progress]:
     """On a terminal a bar with the seconds of what is under way, else a line for each, again while it lasts."""
     if not is_bar:
-        with _said_again() as say:
-            yield lambda name, index, total: say(f"[{index + 1}/{total}] {name}")
+        line, started = "", 0.0
+
+        def tell() -> None:
+            if line and (seconds := time.monotonic() - started) >= 1:
+                click.echo(f"{line}: {seconds:.0f} s so far", err=True)
+
+        def show(name: str, index: int, total: int) -> None:
+            nonlocal line, started
+            line, started = f"[{index + 1}/{total}] {name}", time.monotonic()
+            click.echo(line, err=True)
+
+        with repeated(tell):
+            yield show
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -111,32 +120,6 @@ def _shown(*, is_bar: bool) -> Iterator[Progress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=None)
         yield lambda name, index, total: progress.reset(bar, description=name, completed=index, total=total)
-
-
-@contextlib.contextmanager
-def _said_again() -> Iterator[Callable[[str], None]]:
-    """Writes lines to stderr, the last of them again with its seconds as long as no other comes."""
-    lines = queue.SimpleQueue[str | None]()
-
-    def write() -> None:
-        line, started = lines.get(), time.monotonic()
-        while line is not None:
-            try:
-                line, started = lines.get(timeout=LINE_INTERVAL_S), time.monotonic()
-            except queue.Empty:
-                click.echo(f"{line}: {time.monotonic() - started:.0f} s so far", err=True)
-
-    def say(line: str) -> None:
-        click.echo(line, err=True)
-        lines.put(line)
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    try:
-        yield say
-    finally:
-        lines.put(None)
-        writer.join()
 
 
 def _state(watch: Watch, name: str) -> dict[str, Any]:
