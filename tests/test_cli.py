@@ -431,6 +431,7 @@ def test_doctor_only_notes_a_model_that_is_yet_to_be_downloaded(
 ) -> None:
     from huggingface_hub import constants
 
+    only_installed(monkeypatch, "echo")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     asked = ("doctor", "--port", "0", "--plugin", "echo", "--model", "nobody/nothing-like-this")
@@ -449,6 +450,7 @@ def test_doctor_only_notes_a_model_that_is_yet_to_be_downloaded(
 def test_doctor_says_what_attention_runs_on_where_the_compiler_does_not_work(
     run: Run, monkeypatch: pytest.MonkeyPatch, compiler: str, path: str
 ) -> None:
+    only_installed(monkeypatch, "echo")
     monkeypatch.setattr(config, "environment", lambda: read_environment({"CXX": compiler}))
     code, out, _ = run("doctor", "--port", "0")
     lines = [line.split(maxsplit=2) for line in out.splitlines() if line[8:17] in ("compiler ", "attention")]
