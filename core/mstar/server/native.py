@@ -252,6 +252,20 @@ def check_model(model: str, *, names: tuple[str, ...]) -> None:
 # ---- wire to request --------------------------------------------------------------------------------------------
 
 
+def check_request(wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...]) -> tuple[str, str, Any]:
+    """Model, task and parameters of a request. Raises RequestError for all that is wrong without looking into parts."""
+    model = model_names[0] if wire.model is None else wire.model
+    check_model(model, names=model_names)
+    given = [items for items in (wire.inputs, wire.messages) if items is not None]
+    if len(given) != 1 or not given[0]:
+        raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
+    name = _task(wire, spec=spec)
+    params = convert(wire.params, spec.tasks[name].params, prefix="params.")
+    if "" in stop_strings(params):
+        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
+    return model, name, params
+
+
 def read_request(
     wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...], request_id: str, seed: int,
     resumed: bool = False, base: Path | None = None, media: MediaPolicy | None = None, deadline: float | None = None,
@@ -265,16 +279,8 @@ def read_request(
         media: what may be read of media; None: the defaults of `MediaPolicy`, which allow data URIs alone.
         deadline: in seconds of `time.monotonic`; reading media goes on no longer.
     """
-    model = model_names[0] if wire.model is None else wire.model
-    check_model(model, names=model_names)
-    given = [items for items in (wire.inputs, wire.messages) if items is not None]
-    if len(given) != 1 or not given[0]:
-        raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
-    name = _task(wire, spec=spec)
+    model, name, params = check_request(wire, spec=spec, model_names=model_names)
     task = spec.tasks[name]
-    params = convert(wire.params, task.params, prefix="params.")
-    if "" in stop_strings(params):
-        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
     reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
     read = [
         (message, tuple(_part(part, param=at, base=base, reader=reader) for at, part in parts))
