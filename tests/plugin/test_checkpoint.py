@@ -201,7 +201,7 @@ class TestTiny:
         other = resolve(both, "tiny-b", download=no_download, cache=tmp_path)
         assert first.folder != other.folder and other.model == "tiny-b"
         assert resolve(both, "tiny-b", download=no_download, cache=tmp_path) == other
-        with pytest.raises(ConfigError, match="did you mean 'tiny-b'"):
+        with pytest.raises(ConfigError, match="did you mean tiny-b"):
             resolve(both, "tiny-c", download=no_download, cache=tmp_path)
 
     def test_a_model_without_one_says_so(self, tmp_path: Path, makers: Path) -> None:
