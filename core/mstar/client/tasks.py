@@ -126,9 +126,12 @@ def _body(task: str, tensors: Mapping[str, Array | None], keywords: dict[str, An
     given = {name: value for name, value in keywords.items() if value is not None}
     sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
     named = {**{name: given.pop(name, None) for name in ("frames", "pixel_values")}, **tensors}
+    outputs = list(given.pop("outputs", ("tensors",)))
+    if wrong := [name for name in outputs if name.partition(":")[0] not in ("tensors", "tensor")]:
+        raise TypeError(f"outputs {wrong} are no tensors; use generate for others")
     inputs = [*_media(given.pop("video", None), given.pop("images", ()), sampling)]
     inputs += [_tensor(name, value) for name, value in named.items() if value is not None]
-    body = {"task": task, "inputs": inputs, "outputs": list(given.pop("outputs", ("tensors",)))}
+    body = {"task": task, "inputs": inputs, "outputs": outputs}
     body |= {name: given.pop(name) for name in _FIELDS if name in given}
     as_torch = bool(given.pop("as_torch", False))
     return body | {"params": given}, as_torch
