@@ -30,6 +30,8 @@ OWN_FLAGS = {
         "--image",
         "--log-level",
         "--num-frames",
+        "--plot",
+        "--tensor",
         "--out",
         "--param",
         "--request",
@@ -113,7 +115,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((engine, server))
         return 7
 
-    def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path) -> int:
+    def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path, plot: bool) -> int:
         calls.append((engine, request, out, base))
         return 7
 
