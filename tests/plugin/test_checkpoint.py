@@ -245,7 +245,7 @@ def test_errors_of_the_hub_say_what_to_do(monkeypatch: pytest.MonkeyPatch, raise
 
 class TestOffers:
     def test_a_configuration_says_which_tasks_there_are(self, makers: Path) -> None:
-        makers.write_text(MAKERS + "def offers(config): return config\n")
+        makers.write_text(MAKERS + "def offers(config, tasks): return {name: tasks.get(name) for name in config}\n")
         tasks = {"speech": Task(params=dict), "song": Task(params=dict)}
         both = spec(tasks=tasks, offers="test_checkpoint_makers:offers")
         assert list(narrowed(both, ["song"]).tasks) == ["song"]

@@ -76,7 +76,8 @@ class ImageInput(Struct, tag="image", tag_field="type", kw_only=True, forbid_unk
 
 
 class VideoInput(Struct, tag="video", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame.
+    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame,
+    or as many as the task usually takes.
 
     Args:
         frames: instead of `data`: uint8 [T, H, W, 3], of which none are left out; `fps` is then their rate.
@@ -283,7 +284,7 @@ def read_request(
     task = spec.tasks[name]
     reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
     read = [
-        (message, tuple(_part(part, param=at, base=base, reader=reader) for at, part in parts))
+        (message, tuple(_part(part, param=at, base=base, reader=reader, task=task) for at, part in parts))
         for message, parts in _turns(wire)
     ]
     return Request(
@@ -356,7 +357,7 @@ def stop_strings(params: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader) -> Part:
+def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, task: Task) -> Part:
     if isinstance(part, TextInput):
         return TextPart(part.text)
     if isinstance(part, TokensInput):
@@ -365,14 +366,18 @@ def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader) ->
         return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
     if isinstance(part, AudioInput):
         return reader.audio(part.data, param=param)
-    return reader.image(part.data, param=param) if isinstance(part, ImageInput) else _video(part, param, base, reader)
+    if isinstance(part, ImageInput):
+        return reader.image(part.data, param=param)
+    return _video(part, param, base, reader, usual=task.video_frames)
 
 
-def _video(part: VideoInput, param: str, base: Path | None, reader: MediaReader) -> VideoPart:
+def _video(
+    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *, usual: tuple[int, int] | None
+) -> VideoPart:
     if (part.data is None) == (part.frames is None):
         raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
     if part.data is not None:
-        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices)
+        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices, usual=usual)
         return reader.video(part.data, sampling=sampling, param=param)
     assert part.frames is not None
     for name in ("num_frames", "frame_indices"):
