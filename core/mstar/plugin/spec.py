@@ -85,8 +85,8 @@ class ModelSpec:
         nodes: module name -> dotted path of the `Node` class.
         tasks: task name -> `Task`; the first is the default.
         endpoints: HTTP routes the model serves besides /v1/generate: "/v1/audio/speech", ...
-        offers: dotted path of `config, tasks -> tasks`: those of `tasks` that a checkpoint can do, as it does them. None:
-            all, as they are.
+        offers: dotted path of `config, tasks -> tasks`: those that a checkpoint can do, as it does them. None: all, as
+            they are.
         tiny: dotted path of `make(folder)`, which writes a tiny random checkpoint and returns the folder to load: what
             `--model tiny` stands for. Of several, a mapping: "tiny" and other words for `--model` -> such a path.
         max_model_len: dotted path of `config -> int`, or None for models without a token limit.
