@@ -31,7 +31,7 @@ class Sampling:
         fps: the frame shown at 0 s, 1 / fps s, 2 / fps s and so on, to the end of the clip.
         num_frames: `np.linspace(0, frames of the clip - 1, num_frames)`, rounded down.
         frame_indices: these, in this order, counted from 0 as they are shown.
-        usual: (most, multiple): as `num_frames`, the largest multiple within both the clip and `most`; of a clip with no
+        usual: (most, multiple): as `num_frames`, the largest multiple within the clip and `most`; of a clip with no
             more frames than `multiple`, all.
     """
 
