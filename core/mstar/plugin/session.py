@@ -56,7 +56,6 @@ class SessionTable:
                 raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
             self._forget(longest)
             dropped.append(longest)
-        self._gone.pop(name, None)
         self._idle_since[name] = None
         return dropped
 
@@ -68,6 +67,7 @@ class SessionTable:
     def release(self, name: str, *, now: float) -> None:
         """Its request has ended; from now on the session is idle."""
         assert self._idle_since.get(name, now) is None, f"session {name!r} is not busy"
+        self._gone.pop(name, None)  # an expired name that no request has opened anew stays expired
         del self._idle_since[name]  # to the end of the order
         self._idle_since[name] = now
 

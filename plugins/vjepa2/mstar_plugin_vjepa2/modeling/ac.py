@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from mstar.layers.linear import Linear
 from mstar.layers.norm import LayerNorm
-from mstar_plugin_vjepa2.config import VJEPA2ACConfig
+from mstar_plugin_vjepa2.config import CONDITIONS, VJEPA2ACConfig
 from mstar_plugin_vjepa2.modeling.blocks import Block, full_attention, normalized, place, rotary
-
-CONDITIONS = 2
-"""Tokens of a block before its patches: action and state."""
 
 
 class AttendPaged(Protocol):

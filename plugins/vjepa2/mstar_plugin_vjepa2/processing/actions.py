@@ -9,10 +9,14 @@ from torch import Tensor
 
 from mstar.plugin import Encoded, ImagePart, Request, RequestError, VideoPart
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
-from mstar_plugin_vjepa2.graph import CONDITIONS
 from mstar_plugin_vjepa2.modeling import cem
 from mstar_plugin_vjepa2.plugin import MOST_DRAWS, PlanParams, RolloutParams
 from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
+
+MOST_ROWS = 1024
+"""Rollouts of a request."""
+MOST_BYTES = 4 << 30
+"""Of a request's latents, which a server holds until they are sent."""
 
 
 class ActionInputs:
@@ -258,6 +262,13 @@ class ActionInputs:
             )
             raise RequestError(message, param="actions")
         number = max(sizes, default=1)
+        if number > MOST_ROWS:
+            message = f"there are {number} rollouts in one request; give at most {MOST_ROWS} rows"
+            raise RequestError(message, param="actions" if len(actions) > 1 else "states")
+        latents = number * actions.shape[1] * self.config.patches * self.config.dim * torch.float32.itemsize
+        if latents > MOST_BYTES:
+            message = f"the latents would take {latents / 2**30:.1f} GiB, more than {MOST_BYTES >> 30} GiB; "
+            raise RequestError(message + "give fewer rows, or a shorter horizon", param="actions")
         return list(zip(actions.expand(number, -1, -1), states.expand(number, -1, -1), strict=True))
 
     def _row(self, actions: Tensor, states: Tensor, *, context: int) -> dict[str, Any]:
@@ -302,7 +313,7 @@ class ActionInputs:
         return Encoded(
             inputs=inputs,
             fields=fields,
-            kv_tokens={"ac.main": blocks * (self.config.patches + CONDITIONS)},
+            kv_tokens={"ac.main": blocks * self.config.block},
             usage={"prompt_tokens": tokens * self.config.patches},
         )
 
