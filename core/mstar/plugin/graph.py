@@ -165,7 +165,7 @@ class When:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EachFields:
     over: str
-    fork: str | None = None
+    fork: str | tuple[str, ...] | None = None
     collect: Mapping[str, str] = field(default_factory=dict)
     ordered: Predicate | None = None
 
@@ -180,7 +180,7 @@ class Each(_EachFields):
 
     Args:
         over: name of the value that holds the list of items.
-        fork: label of a sequence each child gets a copy-on-write fork of, dropped at the join.
+        fork: labels of sequences each child gets copy-on-write forks of, as far as there are any, dropped at the join.
         collect: value name in the child -> name of the list it becomes after the join.
         ordered: a predicate; true makes the children run one after the other.
     """
@@ -350,6 +350,11 @@ class Graph:
         node, _, method = target.partition(".")
         found = self.node(node)
         return found.method(method) if found else None
+
+
+def labels(fork: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """What `Each.fork` names."""
+    return (fork,) if isinstance(fork, str) else fork or ()
 
 
 def children(section: Section) -> tuple[Any, ...]:

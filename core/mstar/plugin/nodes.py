@@ -157,6 +157,7 @@ class Context:
         iteration: (B,) int64, of the innermost loop.
         draw_keys: (B,) int64, see `layers.sampling.uniform` and `normal`.
         plan: tensors from `prepare_<method>`.
+        row_multiple: what a method computes for rows it gathers itself must have a multiple of it (--batch-invariant).
         kv: the batch's view of the KV pool: `ctx.kv.attend(layer, q, k, v)`.
         sample: `ctx.sample("main", logits)` with (B, vocab) float logits -> (B,) int64 ids.
     """
@@ -172,6 +173,7 @@ class Context:
     slots: dict[str, Tensor] = field(default_factory=dict)
     present: dict[str, Tensor] = field(default_factory=dict)
     plan: dict[str, Tensor] = field(default_factory=dict)
+    row_multiple: int = 1
     kv: KVBatch = None  # type: ignore[assignment]  # set by the runner for methods that use KV
 
 

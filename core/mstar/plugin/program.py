@@ -100,7 +100,7 @@ class Spawn:
     over: str
     body: int
     join: int
-    fork: str | None
+    forks: tuple[str, ...]
     collect: tuple[tuple[str, str], ...]
     ordered: parts.Predicate | None
     feeds: frozenset[str]
@@ -219,7 +219,7 @@ class _Compiler:
             over=section.over,
             body=hole + 1,
             join=len(self.ops),
-            fork=section.fork,
+            forks=parts.labels(section.fork),
             collect=tuple(section.collect.items()),
             ordered=section.ordered,
             feeds=feeds(section.section),

@@ -330,8 +330,8 @@ class _Flow:
             scope.values[name] = replace(inner.values[name], absent=_SKIPPED)
 
     def each(self, section: parts.Each, scope: _Scope) -> None:
-        if section.fork is not None:
-            scope.report.at("Each").require_known(section.fork, self.labels, "no method uses KV label")
+        for label in parts.labels(section.fork):
+            scope.report.at("Each").require_known(label, self.labels, "no method uses KV label")
         at = scope.report.at(f"Each over {section.over!r}")
         items = scope.read(section.over)
         at.require(not items.missing, f"there is no such value by then{items.missing}")

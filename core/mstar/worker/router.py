@@ -326,8 +326,8 @@ class Router:
     def _start_child(self, child: Cursor, op: Split | Spawn) -> None:
         if isinstance(op, Spawn):
             assert child.parent is not None
-            if op.fork is not None:
-                self.holdings.fork(child.parent.scope, op.fork, child.scope, op.fork)
+            for label in op.forks:
+                self.holdings.fork(child.parent.scope, label, child.scope, label)
             self._open_streams(child, op.feeds)
         self.advance(child)
 

@@ -203,6 +203,7 @@ class Runner:
             sample=partial(draw, module, works, given.get("draw_rows", given["rows"]), traces),
             slots=module.slots.tensors,
             plan=self.planned(plan, works, layout),
+            row_multiple=self.align,
         )
         if kv is not None:
             context.kv = self._kv_batch(module, kv, works, layout, columns, given.get("slots"))

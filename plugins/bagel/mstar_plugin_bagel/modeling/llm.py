@@ -99,14 +99,19 @@ class Routing:
 
 
 def route(is_gen: Tensor, *, multiple: int = 1) -> Routing:
-    """By the kind of each token: is_gen (T,) bool.
+    """By the kind of each token: is_gen (T,) bool. See `grouped`."""
+    und, gen = (mask.nonzero().squeeze(1) for mask in (~is_gen, is_gen))
+    return grouped(und, gen, multiple=multiple)
+
+
+def grouped(und: Tensor, gen: Tensor, *, multiple: int = 1) -> Routing:
+    """By the rows of each expert, int64, every row of the sequence in one of them.
 
     Rows are repeated until each of two groups has a multiple of `multiple`; nothing is read from such a repetition.
     """
-    und, gen = (mask.nonzero().squeeze(1) for mask in (~is_gen, is_gen))
     if not len(und) or not len(gen):
         return Routing((Group("gen" if len(gen) else "und", None),))
-    place, start = torch.empty_like(is_gen, dtype=torch.int64), 0
+    place, start = und.new_empty(len(und) + len(gen)), 0
     groups = []
     for expert, rows in (("und", und), ("gen", gen)):
         place[rows] = torch.arange(start, start + len(rows), device=rows.device)

@@ -34,6 +34,11 @@ def vae_pixels(resized: np.ndarray, config: BagelConfig) -> Tensor:
     return _normalized(_resized(resized, config.vae_resize))
 
 
+def vae_size(resized: np.ndarray, config: BagelConfig) -> tuple[int, int]:
+    """Height and width of what `vae_pixels` gives."""
+    return fitted_size(resized.shape[0], resized.shape[1], config.vae_resize)
+
+
 def vit_input(resized: np.ndarray, config: BagelConfig) -> VisionInput:
     """What `first_resize` gave -> its patches."""
     pixels, size = vit_pixels(resized, config), config.vision.patch_size

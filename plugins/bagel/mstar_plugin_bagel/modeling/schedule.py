@@ -6,6 +6,9 @@ All arithmetic is float32, as the model's authors have it, to the bit: the borde
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,3 +43,49 @@ def branches(
     low, high = (np.float32(border) for border in interval)
     guided = bool(low < np.float32(t) <= high) and cfg_text_scale > 1
     return guided, guided and cfg_img_scale > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guidance:
+    """How a drawing is guided, and at which times it is."""
+
+    num_timesteps: int
+    shift: float
+    text_scale: float
+    img_scale: float
+    interval: tuple[float, float]
+    renorm_type: str
+    renorm_min: float
+
+    def branches(self, step: int | None = None) -> tuple[bool, bool]:
+        """Whether a step needs the branch without text, and that without images; None: whether any step does."""
+        times = schedule(self.num_timesteps, self.shift)[0]
+        needed = [
+            branches(t, self.text_scale, self.img_scale, self.interval)
+            for t in (times if step is None else times[step : step + 1])
+        ]
+        return any(text for text, _ in needed), any(img for _, img in needed)
+
+
+_PUBLISHED: Mapping[str, tuple[Any, Any]] = {
+    "cfg_img_scale": (1.0, 2.0),
+    "cfg_interval": ((0.4, 1.0), (0.0, 1.0)),
+    "cfg_renorm_type": ("global", "text_channel"),
+}
+"""What parameters are when left out: of a drawing, and of an edit."""
+
+
+def guidance(params: Any, *, num_images: int) -> Guidance:
+    """What a request's parameters come to; with images it is an edit."""
+    given = {name: getattr(params, name) for name in _PUBLISHED}
+    chosen = {name: pair[num_images > 0] if given[name] is None else given[name] for name, pair in _PUBLISHED.items()}
+    low, high = chosen["cfg_interval"]
+    return Guidance(
+        num_timesteps=params.num_timesteps,
+        shift=params.timestep_shift,
+        text_scale=params.cfg_text_scale,
+        img_scale=chosen["cfg_img_scale"],
+        interval=(low, high),
+        renorm_type=chosen["cfg_renorm_type"],
+        renorm_min=params.cfg_renorm_min,
+    )

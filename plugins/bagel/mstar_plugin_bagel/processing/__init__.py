@@ -1,0 +1,361 @@
+"""The CPU side of BAGEL: texts and images to prompts and noise, emissions to text and pictures. Runs in the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.errors import RequestError
+from mstar.layers.sampling import draw_key
+from mstar.plugin.processor import Processor
+from mstar.plugin.spec import Checkpoint, Limits
+from mstar.types import (
+    Chunk,
+    Emission,
+    Encoded,
+    ImageChunk,
+    ImagePart,
+    Part,
+    Path,
+    ProgressChunk,
+    Request,
+    SamplingParams,
+    TensorChunk,
+    TensorPart,
+    TextChunk,
+    TextPart,
+    TokensPart,
+)
+from mstar_plugin_bagel.config import BagelConfig
+from mstar_plugin_bagel.modeling import preprocess
+from mstar_plugin_bagel.modeling.schedule import guidance
+from mstar_plugin_bagel.plugin import ImageParams, TextParams, WritingParams
+from mstar_plugin_bagel.processing.prompt import Prompt, latent_shape, resized
+from mstar_plugin_bagel.processing.text import Detokenizer, Thoughts, Words
+
+ROLES = ("system", "developer", "user", "assistant")
+PUBLISHED_SAMPLING = {"temperature": 0.3}
+USUAL_TOKENS = 2048
+USUAL_SIDE = 1024
+# What the model was trained to be told before it thinks; to the letter, the space before the line's end included.
+_TAGS = "process is enclosed within <think> </think> tags, i.e. <think>"
+THINK = {
+    "text": "You should first think about the reasoning process in the mind and then provide the user with the "
+    f"answer. \nThe reasoning {_TAGS} reasoning process here </think> answer here",
+    "image": "You should first think about the planning process in the mind and then generate the image. \n"
+    f"The planning {_TAGS} planning process here </think> image here",
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """What `decode` keeps of one request.
+
+    Args:
+        texts: (emission, item) -> its text so far, and what is held back of it.
+        steps: taken so far, of all drawings.
+    """
+
+    request: Request
+    texts: dict[tuple[str, Path], tuple[Detokenizer, Thoughts]] = field(default_factory=dict)
+    thoughts: dict[int, str] = field(default_factory=dict)
+    steps: int = 0
+
+
+class BagelProcessor(Processor):
+    """Prompts from texts and images, text and pictures from emissions."""
+
+    def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        super().__init__(checkpoint, limits)
+        self.config: BagelConfig = checkpoint.config
+        self.words = Words(self.config.folder)
+        self._pad = self.config.tokens.image_start if self.words.pad is None else self.words.pad
+
+    # ---- requests to walk inputs ----------------------------------------------------------------------------
+
+    def encode(self, request: Request) -> Encoded:
+        return self._encode_text(request) if request.task == "text" else self._encode_image(request)
+
+    def _encode_text(self, request: Request) -> Encoded:
+        params: TextParams = request.params
+        prompt = self._prompt(request, noise=None)
+        limit = min(self._room(prompt), params.max_tokens or USUAL_TOKENS)
+        begin = torch.tensor(self.config.tokens.bos)
+        return self._encoded(
+            prompt,
+            params,
+            inputs={"samples": [{"last": begin}] * params.n},
+            fields={"max_tokens": limit},
+            kv_tokens={"llm.main": len(prompt.ids) + limit},
+        )
+
+    def _encode_image(self, request: Request) -> Encoded:
+        params: ImageParams = request.params
+        noise = Noise(request)
+        # The drawing's noise comes first, so that it is the same whatever images there are.
+        height, width = self._size(request)
+        first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
+        prompt = self._prompt(request, noise=noise)
+        drawings = [{"latents": _framed(one)} for one in first]
+        tokens = len(drawings[0]["latents"])
+        cells = _framed(preprocess.latent_positions(height, width, self.config))
+        room = self._room(prompt)
+        thinking = min(room - 2, params.think_max_tokens) if params.think else 0
+        begin = torch.tensor(self.config.tokens.bos)
+        inputs = {
+            "drawings": drawings,
+            "cells": cells,
+            "grid": list(preprocess.latent_grid(height, width, self.config)),
+            "thoughts": [{"last": begin}],
+        }
+        # What a context shares with main takes a page at most.
+        by_text, by_img = guidance(params, num_images=len(prompt.images)).branches()
+        kv_tokens = {"llm.main": len(prompt.ids) + thinking + 2 * params.think, "llm.cfg_text": int(by_text)}
+        kv_tokens["llm.cfg_img"] = (len(prompt.texts) if prompt.images else int(params.think)) * by_img
+        return self._encoded(
+            prompt,
+            params,
+            inputs=inputs,
+            fields={"steps": params.num_timesteps - 1, "think_max_tokens": thinking},
+            kv_tokens=kv_tokens,
+            usage={"image_tokens": (tokens - 2) * params.n},
+        )
+
+    def _encoded(
+        self,
+        prompt: Prompt,
+        params: WritingParams,
+        *,
+        inputs: dict[str, Any],
+        fields: dict[str, int],
+        kv_tokens: dict[str, int],
+        usage: dict[str, int] | None = None,
+    ) -> Encoded:
+        return Encoded(
+            inputs=prompt.inputs() | inputs,
+            fields=fields | {"images": len(prompt.images), "words": len(prompt.texts)},
+            kv_tokens={name: count for name, count in kv_tokens.items() if count},
+            samplers={"main": self._sampling(params)},
+            sampler_prompts={"main": prompt.ids},
+            content_keys={"prompt": prompt.keys},
+            prompt_token_ids=prompt.ids,
+            usage={"prompt_tokens": len(prompt.ids), **(usage or {})},
+        )
+
+    # ---- prompts --------------------------------------------------------------------------------------------
+
+    def _prompt(self, request: Request, *, noise: Noise | None) -> Prompt:
+        prompt = Prompt(self.config, self._pad)
+        if request.params.think:
+            prompt.add_text(prompt.framed(self.words.encode(THINK[request.task])))
+        parts = [(param, part) for param, part in _parts(request) if not isinstance(part, TensorPart)]
+        num_images = sum(isinstance(part, ImagePart) for _, part in parts)
+        for param, part in parts:
+            if isinstance(part, TextPart):
+                if not part.text.strip():
+                    raise RequestError(f"{param} is an empty or blank text; write some, or leave it out", param=param)
+                prompt.add_text(prompt.framed(self.words.encode(part.text)))
+            elif isinstance(part, TokensPart):
+                prompt.add_text(self._checked_ids(part.ids, param=param))
+            elif isinstance(part, ImagePart):
+                pixels = resized(part.pixels, self.config)
+                shape = latent_shape(*preprocess.vae_size(pixels, self.config), self.config)
+                prompt.add_image(pixels, None if noise is None else noise.image(shape, num_images=num_images))
+        if not parts:
+            raise RequestError("there is neither text nor an image; give one of them", param="inputs")
+        return prompt
+
+    def _checked_ids(self, ids: list[int], *, param: str) -> list[int]:
+        wrong = next((token for token in ids if not 0 <= token < self.config.language.vocab_size), None)
+        if not ids or wrong is not None:
+            problem = "is empty" if not ids else f"contains {wrong}"
+            most = self.config.language.vocab_size - 1
+            raise RequestError(f"{param} {problem}; give ids of 0..{most}, at least one", param=param)
+        return list(ids)
+
+    def _room(self, prompt: Prompt) -> int:
+        """Tokens that may follow a prompt."""
+        room = self.limits.max_model_len - len(prompt.ids)
+        if room < 4:
+            raise RequestError(
+                f"the prompt has {len(prompt.ids)} tokens, those of {len(prompt.images)} images included; with an "
+                f"answer it must fit into {self.limits.max_model_len}; shorten it, send fewer or smaller images, or "
+                "raise --max-model-len",
+                param="inputs",
+                code="context_length_exceeded",
+            )
+        return room
+
+    def _size(self, request: Request) -> tuple[int, int]:
+        """Height and width to draw: as asked, else the last image's, else square. Raises RequestError."""
+        params, stride, most = request.params, self.config.latent_stride, self.config.max_image_side
+        images = [part for _, part in _parts(request) if isinstance(part, ImagePart)]
+        if (params.height is None) != (params.width is None):
+            raise RequestError("give both height and width, or neither", param="params.height")
+        if params.height is None:
+            if images:
+                height, width = images[-1].pixels.shape[:2]
+                return preprocess.fitted_size(height, width, self.config.vae_resize)
+            return (min(USUAL_SIDE, most),) * 2
+        for name, side in (("height", params.height), ("width", params.width)):
+            if side % stride or side > most:
+                raise RequestError(
+                    f"{name} is {side}; it must be a multiple of {stride}, and at most {most}", param=f"params.{name}"
+                )
+        return params.height, params.width
+
+    def _sampling(self, params: WritingParams) -> SamplingParams:
+        """What the client gave, else the checkpoint's, else the published defaults."""
+        generation = self.config.generation
+        greedy = {"temperature": 0.0} if generation.get("do_sample") is False else {}
+        values: dict[str, Any] = {}
+        for name in SamplingParams.__struct_fields__:
+            sources = ({name: getattr(params, name)}, greedy, generation, PUBLISHED_SAMPLING)
+            value = next((source[name] for source in sources if source.get(name) is not None), None)
+            if value is not None:
+                values[name] = value
+        most = self.config.language.vocab_size
+        for token in values.get("logit_bias", ()):
+            if not (token.isdecimal() and int(token) < most):
+                raise RequestError(f"logit_bias names token {token!r}; ids lie in 0..{most - 1}", param="logit_bias")
+        return SamplingParams(**values)
+
+    # ---- between walks --------------------------------------------------------------------------------------
+
+    def step(self, name: str, request: Request, outputs: dict[str, Any]) -> dict[str, Any]:
+        """`reencode`: what was thought, as a text of the prompt."""
+        if name != "reencode":
+            return super().step(name, request, outputs)
+        tokens = self.config.tokens
+        said = [token for token in map(int, outputs["thought"][0]) if token not in (tokens.bos, tokens.eos)]
+        detokenizer = Detokenizer(self.words)
+        text = "".join(map(detokenizer.feed, said)) + detokenizer.flush()
+        ids = self.words.encode(text, special=True)[: len(outputs["thought"][0])]
+        return {"thought_ids": torch.tensor([tokens.bos, *ids, tokens.eos])}
+
+    # ---- emissions to chunks --------------------------------------------------------------------------------
+
+    def start(self, request: Request, encoded: Encoded) -> Progress:
+        return Progress(request)
+
+    def decode(self, state: Progress, emission: Emission) -> Iterator[Chunk]:
+        index, value = (emission.path or (0,))[0], emission.value
+        if emission.name in ("text", "thought", "scored"):
+            yield from self._text(state, emission, index=index)
+        elif emission.final:
+            return
+        elif emission.name == "progress":
+            state.steps += 1
+            params = state.request.params
+            yield ProgressChunk(state.steps, (params.num_timesteps - 1) * params.n)
+        elif emission.name == "latents":
+            yield TensorChunk("latents", value, index)
+        else:
+            is_partial = emission.name == "preview"
+            yield ImageChunk(preprocess.to_uint8(value).numpy(), index, partial=is_partial)
+            if not is_partial:
+                yield TensorChunk("pixels", value, index)
+
+    def _text(self, state: Progress, emission: Emission, *, index: int) -> Iterator[TextChunk]:
+        key = emission.name, emission.path
+        if key not in state.texts:
+            state.texts[key] = Detokenizer(self.words), Thoughts()
+        detokenizer, thoughts = state.texts[key]
+        ids: tuple[int, ...] = ()
+        scores: tuple[Any, ...] = ()
+        if emission.final:
+            text = detokenizer.flush()
+        else:
+            values = emission.value.reshape(-1).tolist()
+            ids = (int(values[0]),)
+            text = detokenizer.feed(ids[0])
+            if emission.name == "scored":
+                scores = (self._scored(values, count=state.request.params.logprobs),)
+        thought, answer = "", text
+        if state.request.params.think:
+            thought, answer = thoughts.feed(text, final=emission.final)
+        if emission.name == "thought":
+            thought, answer = thought + answer, ""
+        state.thoughts[index] = state.thoughts.get(index, "") + thought
+        if emission.name != "thought" and (answer or ids):
+            yield TextChunk(answer, ids, index, scores)
+
+    def _scored(self, values: list[float], *, count: int) -> dict[str, Any]:
+        """One token's entry: itself and the likeliest ones, as chat completions tell them."""
+        most = (len(values) - 2) // 2
+        best = list(zip(values[2 : 2 + most], values[2 + most :], strict=True))[:count]
+        entry = self._entry(values[0], values[1])
+        return entry | {"top_logprobs": [self._entry(*pair) for pair in best]}
+
+    def _entry(self, token: float, logprob: float) -> dict[str, Any]:
+        content = self.words.bytes_of(int(token))
+        return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}
+
+    def finish(self, state: Progress, result: dict[str, Any]) -> None:
+        if state.request.params.think:
+            found = [state.thoughts.get(index, "").strip() for index in sorted(state.thoughts)] or [""]
+            result["thought"] = found[0] if len(found) == 1 else found
+
+
+class Noise:
+    """A request's random numbers: given as tensors, or drawn from its seed, those of the first drawing first."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._generator = torch.Generator().manual_seed(request.seed)
+        self._given = request.tensor("vae_noise")
+
+    def drawing(self, rows: int, columns: int, config: BagelConfig) -> list[Tensor]:
+        """The first latent tokens (rows * columns, D) of each drawing. Item 0 is what one alone would be."""
+        count, shape = self._request.params.n, (rows * columns, config.latent_dim)
+        given = self._request.tensor("latents")
+        if given is not None:
+            if count > 1:
+                raise RequestError(f"n is {count}; with tensor 'latents' one drawing can be made", param="params.n")
+            return [_checked(given, shape, name="latents")]
+        found = [torch.randn(shape, generator=self._generator)]
+        for index in range(1, count):
+            own = torch.Generator().manual_seed(draw_key(self._request.seed, (index,), "latents"))
+            found.append(torch.randn(shape, generator=own))
+        return found
+
+    def image(self, shape: tuple[int, int, int], *, num_images: int) -> Tensor:
+        """What an image's latents (z, h, w) are sampled with."""
+        if self._given is None:
+            return torch.randn((1, *shape), generator=self._generator)[0]
+        if num_images > 1:
+            raise RequestError(
+                f"there are {num_images} images; tensor 'vae_noise' can be given for one", param="vae_noise"
+            )
+        return _checked(self._given, (1, *shape), name="vae_noise")[0]
+
+
+def _checked(tensor: Tensor, shape: tuple[int, ...], *, name: str) -> Tensor:
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise RequestError(
+            f"{name} is {kind} {list(tensor.shape)}; for this size it must be floats {list(shape)}", param=name
+        )
+    return tensor.float()
+
+
+def _framed(rows: Tensor) -> Tensor:
+    """With a row of zeros at both ends, for the markers."""
+    edge = rows.new_zeros((1, *rows.shape[1:]))
+    return torch.cat((edge, rows, edge))
+
+
+def _parts(request: Request) -> Iterable[tuple[str, Part]]:
+    """All parts in order, each after its `param`."""
+    for index, part in enumerate(request.parts):
+        yield f"inputs.{index}", part
+    for turn, message in enumerate(request.messages):
+        if message.role not in ROLES:
+            param = f"messages.{turn}.role"
+            raise RequestError(f"{param} is {message.role[:60]!r}; known: {', '.join(ROLES)}", param=param)
+        for index, part in enumerate(message.parts):
+            yield f"messages.{turn}.content.{index}", part
