@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from mstar.errors import RequestError
 from mstar.media.encode import FORMATS, AudioEncoder, check_format, open_encoder
 from mstar.plugin.spec import ModelSpec
 from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput, convert, field_names
-from mstar.server.results import Form, Outputs, Result, error_fields
+from mstar.server.results import Form, Outputs, Result, error_fields, server_sent
 from mstar.types import AudioChunk, Chunk, Request
 
 SPEECH = "/v1/audio/speech"
@@ -129,6 +128,9 @@ class SpeechForm(Form):
         self._response_format = response_format
         self._encoder: AudioEncoder | None = None
 
+    def worded(self, error: RequestError) -> RequestError:
+        return speech_error(error)
+
     def begins(self, chunk: Chunk) -> bool:
         return isinstance(chunk, AudioChunk) and len(chunk.samples) > 0
 
@@ -179,20 +181,16 @@ class SpeechEvents(SpeechForm):
 
     def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
         if error is not None:
-            return _server_sent(error_fields(error))
+            return server_sent(error_fields(error))
         assert result is not None
         taken, given = result.usage["prompt_tokens"], result.usage["completion_tokens"]
         usage = {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}
         done = {"usage": usage, "finish_reason": result.finish_reason, "seed": result.seed}
-        return _delta(super().end(request, result=result, error=error)) + _server_sent(
+        return _delta(super().end(request, result=result, error=error)) + server_sent(
             {"type": "speech.audio.done", **done}
         )
 
 
 def _delta(data: bytes) -> bytes:
     """An event with more of the file; JSON gives bytes in base64."""
-    return _server_sent({"type": "speech.audio.delta", "audio": data}) if data else b""
-
-
-def _server_sent(fields: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+    return server_sent({"type": "speech.audio.delta", "audio": data}) if data else b""
