@@ -62,6 +62,6 @@ __all__ = [
     "Each", "Emission", "Encoded", "Fixed", "Fork", "Graph", "ImageChunk", "ImagePart", "LeftContext", "Limits",
     "Logprob", "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port", "Processor",
     "ProgressChunk", "Request", "RequestError", "RequestView", "SamplingParams", "Sequential", "SlidingWindow",
-    "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokenLogprob", "TokensPart",
-    "VideoPart", "Walk", "When", "Whole", "hookimpl",
+    "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokenLogprob",
+    "TokensPart", "VideoPart", "Walk", "When", "Whole", "hookimpl",
 ]  # fmt: skip

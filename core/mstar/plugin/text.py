@@ -36,7 +36,7 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self.leading_spaces = 0
         """Spaces that are no part of a text when it begins with them."""
-        decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {"type": "none"}
+        decoder: Any = {"type": "none"} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
         self._steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         for step in self._steps:
             self._check(step)
