@@ -35,6 +35,7 @@ from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead
 from mstar.layers import kernels, shims
+from mstar.observe import progress
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.loader import LoadedPlugin
@@ -47,7 +48,7 @@ from mstar.server.guard import Connection
 from mstar.server.native import GenerateRequest, check_known, check_request, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
-from mstar.types import TensorChunk
+from mstar.types import ProgressChunk, TensorChunk
 from mstar.worker.compiled import Compilation, Progress
 from mstar.worker.finish import described
 from mstar.worker.worker import Worker
@@ -370,8 +371,15 @@ async def _run(
     async with started_engine(config, model=model, base=base) as engine:
         handle = await engine.submit(wire)
         outputs = Outputs(handle.request)
-        async for chunk in handle:
-            outputs.add(chunk)
+        with contextlib.ExitStack() as shown:
+            done, advance = 0, None
+            async for chunk in handle:
+                outputs.add(chunk)
+                if isinstance(chunk, ProgressChunk):
+                    if advance is None:
+                        advance = shown.enter_context(progress(handle.request.task, chunk.total, "steps"))
+                    advance(chunk.step - done)
+                    done = chunk.step
         assert handle.result is not None
         try:
             await asyncio.to_thread(outputs.write, out, handle.result)

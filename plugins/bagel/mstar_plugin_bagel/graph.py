@@ -161,8 +161,11 @@ def forks_img(request: RequestView, iteration: int) -> bool:
 
 
 def previews(request: RequestView, iteration: int) -> bool:
-    every, step = request.params.preview_every, iteration + 1
-    return every is not None and step % every == 0 and step < request.fields["steps"]
+    """By the number of steps, or so many pictures, evenly spread; the last step's would be the drawing itself."""
+    params, steps, step = request.params, request.fields["steps"], iteration + 1
+    places = [round(steps * (place + 1) / (params.partial_images + 1)) for place in range(params.partial_images)]
+    is_turn = params.preview_every is not None and step % params.preview_every == 0
+    return step < steps and (is_turn or step in places)
 
 
 # ---- walks ----------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class ImageParams(WritingParams, frozen=True, kw_only=True, forbid_unknown_field
     cfg_renorm_min: Border = 0.0
     think_max_tokens: Annotated[int, Meta(ge=1)] = 1000
     preview_every: Annotated[int, Meta(ge=1, description="steps between pictures of what is foreseen")] | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3, description="so many such pictures, evenly spread")] = 0
 
 
 PARTS = ("text", "token_ids", "image")
@@ -90,11 +91,13 @@ SPEC = ModelSpec(
             params=ImageParams,
             inputs=(*PARTS, "tensor"),
             tensors_in=("latents", "vae_noise"),
-            outputs=("image", "tensors"),
+            outputs=("image", "text", "tensors"),
             tensors_out=("latents", "pixels"),
+            default_outputs=("image",),
             messages=True,
         ),
     },
+    endpoints=("/v1/chat/completions", "/v1/images/generations", "/v1/images/edits"),
     tiny="mstar_plugin_bagel.tiny:make",
     max_model_len="mstar_plugin_bagel.config:max_model_len",
 )

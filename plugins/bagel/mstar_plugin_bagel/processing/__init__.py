@@ -13,6 +13,7 @@ from mstar.errors import RequestError
 from mstar.layers.sampling import draw_key
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits
+from mstar.plugin.text import Detokenizer
 from mstar.types import (
     Chunk,
     Emission,
@@ -28,6 +29,7 @@ from mstar.types import (
     TensorPart,
     TextChunk,
     TextPart,
+    TokenLogprob,
     TokensPart,
 )
 from mstar_plugin_bagel.config import BagelConfig
@@ -35,7 +37,7 @@ from mstar_plugin_bagel.modeling import preprocess
 from mstar_plugin_bagel.modeling.schedule import guidance
 from mstar_plugin_bagel.plugin import ImageParams, TextParams, WritingParams
 from mstar_plugin_bagel.processing.prompt import Prompt, latent_shape, resized
-from mstar_plugin_bagel.processing.text import Detokenizer, Thoughts, Words
+from mstar_plugin_bagel.processing.text import Thoughts, Words
 
 ROLES = ("system", "developer", "user", "assistant")
 PUBLISHED_SAMPLING = {"temperature": 0.3}
@@ -56,13 +58,14 @@ class Progress:
     """What `decode` keeps of one request.
 
     Args:
-        texts: (emission, item) -> its text so far, and what is held back of it.
+        texts: (emission, item) -> what is held back of its text.
+        num_thought: tokens of thoughts.
         steps: taken so far, of all drawings.
     """
 
     request: Request
     texts: dict[tuple[str, Path], tuple[Detokenizer, Thoughts]] = field(default_factory=dict)
-    thoughts: dict[int, str] = field(default_factory=dict)
+    num_thought: int = 0
     steps: int = 0
 
 
@@ -72,8 +75,7 @@ class BagelProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
         super().__init__(checkpoint, limits)
         self.config: BagelConfig = checkpoint.config
-        self.words = Words(self.config.folder)
-        self._pad = self.config.tokens.image_start if self.words.pad is None else self.words.pad
+        self.words = Words(self.config)
 
     # ---- requests to walk inputs ----------------------------------------------------------------------------
 
@@ -95,6 +97,10 @@ class BagelProcessor(Processor):
 
     def _encode_image(self, request: Request) -> Encoded:
         params: ImageParams = request.params
+        if params.cfg_interval is not None and params.cfg_interval[0] > params.cfg_interval[1]:
+            low, high = params.cfg_interval
+            message = f"cfg_interval is [{low:g}, {high:g}]; the lower time comes first"
+            raise RequestError(message, param="params.cfg_interval")
         noise = Noise(request)
         # The drawing's noise comes first, so that it is the same whatever images there are.
         height, width = self._size(request)
@@ -149,7 +155,7 @@ class BagelProcessor(Processor):
     # ---- prompts --------------------------------------------------------------------------------------------
 
     def _prompt(self, request: Request, *, noise: Noise | None) -> Prompt:
-        prompt = Prompt(self.config, self._pad)
+        prompt = Prompt(self.config, self.words.pad)
         if request.params.think:
             prompt.add_text(prompt.framed(self.words.encode(THINK[request.task])))
         parts = [(param, part) for param, part in _parts(request) if not isinstance(part, TensorPart)]
@@ -233,7 +239,7 @@ class BagelProcessor(Processor):
         tokens = self.config.tokens
         said = [token for token in map(int, outputs["thought"][0]) if token not in (tokens.bos, tokens.eos)]
         detokenizer = Detokenizer(self.words)
-        text = "".join(map(detokenizer.feed, said)) + detokenizer.flush()
+        text = detokenizer.feed(said) + detokenizer.flush()
         ids = self.words.encode(text, special=True)[: len(outputs["thought"][0])]
         return {"thought_ids": torch.tensor([tokens.bos, *ids, tokens.eos])}
 
@@ -261,44 +267,42 @@ class BagelProcessor(Processor):
                 yield TensorChunk("pixels", value, index)
 
     def _text(self, state: Progress, emission: Emission, *, index: int) -> Iterator[TextChunk]:
+        """A token's text, in the channel that it belongs to; in both, where it ends the thought."""
         key = emission.name, emission.path
         if key not in state.texts:
             state.texts[key] = Detokenizer(self.words), Thoughts()
         detokenizer, thoughts = state.texts[key]
+        is_answer = not state.request.params.think or thoughts.is_over
         ids: tuple[int, ...] = ()
-        scores: tuple[Any, ...] = ()
+        scores: tuple[TokenLogprob, ...] = ()
         if emission.final:
             text = detokenizer.flush()
         else:
             values = emission.value.reshape(-1).tolist()
-            ids = (int(values[0]),)
-            text = detokenizer.feed(ids[0])
+            ids, text = (int(values[0]),), detokenizer.feed([int(values[0])])
             if emission.name == "scored":
                 scores = (self._scored(values, count=state.request.params.logprobs),)
         thought, answer = "", text
         if state.request.params.think:
             thought, answer = thoughts.feed(text, final=emission.final)
         if emission.name == "thought":
-            thought, answer = thought + answer, ""
-        state.thoughts[index] = state.thoughts.get(index, "") + thought
-        if emission.name != "thought" and (answer or ids):
+            thought, answer, is_answer = thought + answer, "", False
+        is_answer = is_answer or bool(answer)
+        if thought or (ids and not is_answer):
+            state.num_thought += not is_answer and len(ids)
+            yield TextChunk(thought, () if is_answer else ids, index, channel="reasoning")
+        if answer or (ids and is_answer):
             yield TextChunk(answer, ids, index, scores)
 
-    def _scored(self, values: list[float], *, count: int) -> dict[str, Any]:
-        """One token's entry: itself and the likeliest ones, as chat completions tell them."""
+    def _scored(self, values: list[float], *, count: int) -> TokenLogprob:
+        """Of what `score` gave of one token."""
         most = (len(values) - 2) // 2
-        best = list(zip(values[2 : 2 + most], values[2 + most :], strict=True))[:count]
-        entry = self._entry(values[0], values[1])
-        return entry | {"top_logprobs": [self._entry(*pair) for pair in best]}
-
-    def _entry(self, token: float, logprob: float) -> dict[str, Any]:
-        content = self.words.bytes_of(int(token))
-        return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}
+        best = zip(map(int, values[2 : 2 + most]), values[2 + most :], strict=True)
+        return self.words.logprob(int(values[0]), values[1], top=list(best)[:count])
 
     def finish(self, state: Progress, result: dict[str, Any]) -> None:
-        if state.request.params.think:
-            found = [state.thoughts.get(index, "").strip() for index in sorted(state.thoughts)] or [""]
-            result["thought"] = found[0] if len(found) == 1 else found
+        if state.num_thought:
+            result["usage"]["reasoning_tokens"] = state.num_thought
 
 
 class Noise:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from mstar.errors import ConfigError
-from mstar_plugin_bagel.config import CHECKPOINT
+from mstar.plugin.text import Vocabulary
+from mstar_plugin_bagel.config import CHECKPOINT, BagelConfig
 
 PAD = "<|image_pad|>"
 """Stands in a prompt's ids for what is no token."""
 OPENING, CLOSING = "<think>", "</think>"
 
 
-class Words:
-    """The checkpoint's tokenizer."""
+class Words(Vocabulary):
+    """The checkpoint's tokenizer. Special tokens are shown as the model's authors show them: but for text's frame."""
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise ConfigError(f"{folder} has no tokenizer.json; copy the one of {CHECKPOINT} there")
-        self._whole = Tokenizer.from_file(str(path))
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        self._special = {token["id"]: token["content"] for token in raw["added_tokens"]}
-        raw["added_tokens"] = []
-        self._plain = Tokenizer.from_str(json.dumps(raw))
-        self._bytes = _byte_letters()
-        self.pad = self._whole.token_to_id(PAD)
+    def __init__(self, config: BagelConfig) -> None:
+        raw = _read(config.folder)
+        self._whole = Tokenizer.from_str(raw)
+        self._plain = Tokenizer.from_str(json.dumps(json.loads(raw) | {"added_tokens": []}))
+        self._frame = (config.tokens.bos, config.tokens.eos)
+        super().__init__(self._whole)
+        pad = self._whole.token_to_id(PAD)
+        self.pad: int = config.tokens.image_start if pad is None else pad
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of a text; `special`: control tokens in it are such."""
@@ -37,29 +34,15 @@ class Words:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def bytes_of(self, token: int) -> bytes:
-        """UTF-8 of a token, or a part of a character; none for ids that are no token."""
-        if token in self._special:
-            return self._special[token].encode()
-        letters = self._whole.id_to_token(token) or ""
-        if all(letter in self._bytes for letter in letters):
-            return bytes(self._bytes[letter] for letter in letters)
-        return letters.encode()
+    def shown(self, token: int) -> bytes:
+        return b"" if token in self._frame else self.spelling(token)
 
 
-class Detokenizer:
-    """Ids to text, one after the other: a character is given out when its last byte is there."""
-
-    def __init__(self, words: Words) -> None:
-        self._words = words
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, token: int) -> str:
-        return self._decoder.decode(self._words.bytes_of(token))
-
-    def flush(self) -> str:
-        """What was held back, when nothing more can come."""
-        return self._decoder.decode(b"", final=True)
+def _read(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ConfigError(f"{folder} has no tokenizer.json; copy the one of {CHECKPOINT} there")
+    return path.read_text(encoding="utf-8")
 
 
 class Thoughts:
@@ -68,6 +51,11 @@ class Thoughts:
     def __init__(self) -> None:
         self._held = ""
         self._place = "before"  # the opening tag, in the thought, or behind it
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what comes is the answer."""
+        return self._place == "behind"
 
     def feed(self, text: str, *, final: bool = False) -> tuple[str, str]:
         """(more of the thought, more of the answer). What may be the start of a tag is held back, unless `final`."""
@@ -94,11 +82,3 @@ class Thoughts:
 def _overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that begins `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes each byte with -> the byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
