@@ -16,7 +16,8 @@ VARIANTS = [
 
 def ask_text(model: Asked, golden: Any, kind: str, *, count: int) -> Answer:
     pictures = [image(golden.inputs["image_uint8"])] if kind == "i2t" else []
-    return model.ask(*pictures, text(golden.asked["question"]), params={"temperature": 0, "max_tokens": count})
+    params = {"temperature": 0, "repetition_penalty": 1, "max_tokens": count}  # its generation_config.json says 1.05
+    return model.ask(*pictures, text(golden.asked["question"]), params=params)
 
 
 def ask_image(model: Asked, golden: Any, name: str) -> Answer:
