@@ -64,7 +64,8 @@ class Latents(Node):
     def decode(self, ctx: Context, latents: list[Tensor], grid: list[list[int]]) -> dict[str, list[Tensor]]:
         """latents (1 + N + 1, D) of `grid` rows and columns -> pixels (3, H, W), about -1..1, and tokens (N, D)."""
         tokens = [drawing[1:-1] for drawing in latents]
-        unfolded = [unpatchify(t, *size, self.config.latent_patch) for t, size in zip(tokens, grid, strict=True)]
+        patch = self.config.latent_patch
+        unfolded = [unpatchify(t, rows, columns, patch) for t, (rows, columns) in zip(tokens, grid, strict=True)]
         return {"pixels": [self.autoencoder.decode(one[None])[0] for one in unfolded], "tokens": tokens}
 
 

@@ -61,7 +61,8 @@ class Prompt:
         self.size = pixels.shape[0], pixels.shape[1]
         if noise is not None:
             image |= {"pixels": preprocess.vae_pixels(pixels, self.config), "noise": noise}
-            image["cells"] = preprocess.latent_positions(*image["pixels"].shape[1:], self.config)
+            _, height, width = image["pixels"].shape
+            image["cells"] = preprocess.latent_positions(height, width, self.config)
             self._add_block(len(image["cells"]), is_drawn=True, content=(pixels, noise.numpy()))
         self._add_block(len(taken.patches), is_drawn=False, content=(pixels,))
         self.images.append(image)
