@@ -271,6 +271,7 @@ USE_RIGHT = Call("head.mix", inputs={"a": "right"})
         (Alias("view", "mien"), "Alias: no method uses KV label 'mien'"),
         (Drop("maim"), "Drop: no method uses KV label 'maim'; did you mean main"),
         (Each(MIX, over="a", fork="mane"), "Each: no method uses KV label 'mane'"),
+        (Each(MIX, over="a", fork=("main", "tax")), "Each: no method uses KV label 'tax'"),
     ],
 )
 def test_wrong_walks(section: Section, message: str) -> None:

@@ -205,7 +205,7 @@ class _Files:
         else:
             return {}
         tensor = own if own in self.tensors else name  # the model's own, before quantisation, if it sent one
-        self.tensors.setdefault(tensor, torch.from_numpy(values))
+        self.tensors.setdefault(tensor, torch.from_numpy(values).contiguous())
         suffix, data = encode_media(chunk)
         self.media[f"{name}.{suffix}"] = data
         return {"file": f"{name}.{suffix}", "tensor": tensor}

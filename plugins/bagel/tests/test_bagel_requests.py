@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from asking import Answer, Asked, ask_for, image, tensor, text, token_ids
+from PIL import Image
+from safetensors.torch import load_file
 
 from mstar.errors import RequestError
 from mstar.server.native import GenerateRequest
-from mstar.types import ImageChunk, ProgressChunk, TextChunk
+from mstar.server.results import Outputs
+from mstar.types import ImageChunk, ProgressChunk, Request, TextChunk
 from mstar_plugin_bagel.processing.text import Thoughts
 
 GREEDY = {"temperature": 0, "repetition_penalty": 1}
@@ -83,6 +87,40 @@ def test_requests_give_way_when_memory_is_short(narrow: Asked, alone: list[Answe
         same(found, expected)
     assert narrow.worker.scheduler.num_swaps > 0
     narrow.assert_clean()
+
+
+def test_texts_are_read_again_where_nothing_can_be_moved(golden: Any) -> None:
+    page = 2 * 2 * 2 * 16 * 4 * 8
+    served = Asked(
+        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=12 * page, block_size=8, max_model_len=90,
+        swap_space_bytes=0,
+    )  # fmt: skip
+    wires = [chat(text(f"{n}: what is a fox?"), max_tokens=30, temperature=1.0, seed=n) for n in range(5)]
+    try:
+        lone = [one(served, wire) for wire in wires]
+        for found, expected in zip(served.ask_all(*wires), lone, strict=True):
+            same(found, expected)
+        assert served.worker.scheduler.num_rebuilds > 0
+        served.assert_clean()
+    finally:
+        served.close()
+
+
+def test_branches_and_drawings_of_any_size_share_a_forward(model: Asked) -> None:
+    def flows() -> tuple[float, float]:
+        calls, rows, _ = model.worker.modules["llm"].method_s["flow"]
+        return calls, rows
+
+    edit = draw(picture(1), text("blue"), height=None, width=None)
+    one(model, edit)
+    before = flows()
+    one(model, edit)
+    calls, rows = (after - was for after, was in zip(flows(), before, strict=True))
+    assert (calls, rows) == (5, 15)
+    before = flows()
+    model.ask_all(*[draw(text(f"{n}"), height=8 * n, width=16, cfg_text_scale=n, num_timesteps=21) for n in (1, 2, 3)])
+    calls, rows = (after - was for after, was in zip(flows(), before, strict=True))
+    assert rows == 20 + 2 * (20 + 17) and calls < 0.6 * rows
 
 
 def test_batches_are_exact_where_that_is_asked_for(golden: Any) -> None:
@@ -207,6 +245,21 @@ def test_previews_come_on_the_way(model: Asked) -> None:
     torch.testing.assert_close(plain.tensors["latents"], found.tensors["latents"], atol=0, rtol=0)
     spread = one(model, draw(text("a fox"), partial_images=2, num_timesteps=8))
     assert sum(chunk.partial for chunk in spread.chunks if isinstance(chunk, ImageChunk)) == 2
+
+
+def test_a_result_is_written_as_files(model: Asked, tmp_path: Path) -> None:
+    found = one(model, draw(text("a fox")))
+    outputs = Outputs(Request(id="", model="", task="image", parts=(), outputs=("image", "tensors")))
+    for chunk in found.chunks:
+        outputs.add(chunk)
+    outputs.write(tmp_path, found.result)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "image-0.png")), found.images[0])
+    assert torch.equal(load_file(tmp_path / "tensors.safetensors")["pixels"], found.tensors["pixels"])
+    (only,) = one(model, ask_for(text("a fox"), task="image", params=SMALL)).images
+    outputs = Outputs(Request(id="", model="", task="image", parts=(), outputs=("image",)))
+    outputs.add(ImageChunk(only))
+    outputs.write(tmp_path, found.result)
+    assert torch.equal(load_file(tmp_path / "tensors.safetensors")["image-0"], torch.from_numpy(only.copy()))
 
 
 # ---- prompts --------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def _spread(count: int, side: int) -> Tensor:
 
 def to_uint8(pixels: Tensor) -> Tensor:
     """What the autoencoder decoded, (..., 3, H, W) -> uint8 (..., H, W, 3), cut off as the model's authors do."""
-    return ((pixels * 0.5 + 0.5).clamp(0, 1).movedim(-3, -1) * 255).to(torch.uint8)
+    return ((pixels * 0.5 + 0.5).clamp(0, 1).movedim(-3, -1) * 255).to(torch.uint8).contiguous()
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------
