@@ -201,7 +201,7 @@ def _draw_actions(axes: Any, actions: Tensor) -> None:
         of.set(ylim=(-reach, reach), ylabel=label)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(title="Planned actions", xlabel="action", xticks=range(len(actions)))
-    axes.legend(handles=bars, fontsize="small", loc="center left", bbox_to_anchor=(1.2, 0.5))
+    axes.legend(handles=bars, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4)
 
 
 # ---- colours --------------------------------------------------------------------------------------------
