@@ -43,11 +43,6 @@ def test_configurations_are_frozen_and_have_working_defaults() -> None:
     assert ServerConfig().port == 8000
 
 
-def test_clients_ask_for_the_served_names_or_else_the_model() -> None:
-    assert EngineConfig(plugin="echo", model="a/b").model_names == ("a/b",)
-    assert EngineConfig(plugin="echo", model="a/b", served_model_name=("x", "y")).model_names == ("x", "y")
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -174,8 +174,9 @@ class EngineConfig:
         _parts, dict, "where another part of the model lies, part=PATH; repeatable", name="--set", default_text="none"
     )
     served_model_name: tuple[str, ...] = _setting(
-        _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
-    )
+        _names, (), "name in the API; repeatable, the first is the main one",
+        default_text="the value of --model, and the plugin's name",
+    )  # fmt: skip
     dtype: str = _setting(_text, "auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     quantization: str = _setting(
         _text, "none", "int4: weights of linear layers in four bits, on a CPU; less exact", choices=QUANTIZATIONS
@@ -256,11 +257,6 @@ class EngineConfig:
         if len(set(self.served_model_name)) != len(self.served_model_name):
             names = ", ".join(self.served_model_name)
             raise ConfigError(f"--served-model-name gives a name twice: {names}; give each once")
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """Names under which clients ask for the model; the first is reported."""
-        return self.served_model_name or (self.model,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,8 +406,13 @@ def load_config_file(path: Path) -> dict[str, Any]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """What to append to "unknown X": close matches, or the list of what is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(names) or 'none'}"
+    return did_you_mean(word, names) or f"; known: {', '.join(names) or 'none'}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The same with close matches, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 # ---- environment variables --------------------------------------------------------------------------------------

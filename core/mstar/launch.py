@@ -42,13 +42,14 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
-from mstar.server.engine import Engine
+from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.native import GenerateRequest, check_known, check_request, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
 from mstar.types import TensorChunk
 from mstar.worker.compiled import Compilation, Progress
+from mstar.worker.finish import described
 from mstar.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base
     wire = convert(request, GenerateRequest)
     model = find_model(engine_config)
     draw = _plotter(model.plugin.spec) if plot else None
+    _check_request(wire, model=model, config=engine_config)
     return asyncio.run(_run(engine_config, wire, model=model, out=out, base=base, draw=draw))
 
 
@@ -181,16 +183,15 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     except Exception as error:
         # What an operator can change is said when the start fails; where it was found is of no use to them.
         logger.error("the worker stopped", exc_info=not isinstance(error, ConfigError))
-        end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+        end.send(Dead(reason=described(error)))
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig) -> int:
+def _set_threads(config: EngineConfig) -> None:
     """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
-    return num_threads
 
 
 async def _report(engine: Engine) -> None:
@@ -350,6 +351,16 @@ def _plotter(spec: ModelSpec) -> Callable[..., list[Path]]:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'mstar-core[plot]'")
     draw: Callable[..., list[Path]] = load_object(spec.plot, plugin=spec.name)
     return draw
+
+
+def _check_request(wire: GenerateRequest, *, model: Model, config: EngineConfig) -> None:
+    """Raise RequestError for what would be refused whatever the weights and the media are, before either is read."""
+    spec = model.plugin.spec
+    _, _, params = check_request(wire, spec=spec, model_names=served_names(config, spec))
+    voice, voices = getattr(params, "voice", None), model.voices
+    if voices is not None and isinstance(voice, str):
+        problem = f"voice {voice[:60]!r} is unknown; known:"
+        check_known(voice, voices, problem, param="params.voice", code="unknown_voice")
 
 
 async def _run(

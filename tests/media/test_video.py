@@ -210,3 +210,11 @@ def test_audio_counts_against_the_memory_of_its_request() -> None:
     assert decode_audio(sound, budget=budget)[0].shape == (1, 8000)
     with pytest.raises(RequestError, match="--media-memory-bytes"):
         decode_audio(sound, budget=budget, param="p")
+
+
+@pytest.mark.parametrize(("frames", "count"), [(1, 1), (3, 3), (7, 4), (9, 8), (30, 8)])
+def test_a_clip_of_unstated_frames_is_as_long_as_the_task_usually_takes(frames: int, count: int) -> None:
+    times, budget = np.arange(frames) / 10, Budget(MediaPolicy())
+    picked = Sampling(usual=(8, 4)).pick(times, budget=budget, param="inputs.0")
+    assert picked.tolist() == np.linspace(0, frames - 1, count, dtype=int).tolist()
+    assert len(Sampling(num_frames=1, usual=(8, 4)).pick(times, budget=budget, param="inputs.0")) == 1

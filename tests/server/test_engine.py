@@ -13,7 +13,7 @@ from mstar.ipc.channel import memory_channel
 from mstar.ipc.messages import Abort, Close, Dead, Open, StopAt
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Limits, ModelSpec
-from mstar.server.engine import Engine, RequestHandle
+from mstar.server.engine import Engine, RequestHandle, served_names
 from mstar.server.native import GenerateRequest, TextInput, TokensInput
 from mstar.types import TextChunk
 
@@ -268,6 +268,15 @@ def test_sessions_are_opened_continued_and_lost(serving: Callable[..., Any]) -> 
             assert caught.value.status == 404
 
     run(scenario())
+
+
+def test_clients_ask_for_the_served_names_or_else_the_model_and_the_plugin(parrot_spec: ModelSpec) -> None:
+    def names(**settings: Any) -> tuple[str, ...]:
+        return served_names(EngineConfig(plugin="parrot", **settings), parrot_spec)
+
+    assert names() == ("tiny", parrot_spec.name)
+    assert names(model="a/b") == ("a/b", parrot_spec.name)
+    assert names(model="a/b", served_model_name=("x", "y")) == ("x", "y")
 
 
 def test_a_model_that_cannot_load_stops_the_start(parrot_spec: ModelSpec) -> None:

@@ -67,8 +67,7 @@ def run(
         request["params"] = own | more
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)
-    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
-    engine = config.EngineConfig(**settings)
+    engine = options.engine_config(settings)
 
     from mstar import launch, observe
 

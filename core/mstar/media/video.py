@@ -25,17 +25,20 @@ _WITH_KEY_FRAMES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Which frames of a clip are wanted: at most one of these; none of them: every frame.
+    """Which frames of a clip are wanted: at most one of the first three; none of them: every frame, or `usual`.
 
     Args:
         fps: the frame shown at 0 s, 1 / fps s, 2 / fps s and so on, to the end of the clip.
         num_frames: `np.linspace(0, frames of the clip - 1, num_frames)`, rounded down.
         frame_indices: these, in this order, counted from 0 as they are shown.
+        usual: (most, multiple): as `num_frames`, the largest multiple within both the clip and `most`; of a clip with no
+            more frames than `multiple`, all.
     """
 
     fps: float | None = None
     num_frames: int | None = None
     frame_indices: Sequence[int] | None = None
+    usual: tuple[int, int] | None = None
 
     def check(self, *, param: str) -> None:
         """Raises RequestError if two are given. `param` is the part's."""
@@ -66,6 +69,10 @@ class Sampling:
             count, name = max(1, int(length_s * self.fps + 1e-6)), "fps"
         else:
             count, name = total, "data"
+            if self.usual is not None:
+                most, multiple = self.usual
+                count = min(total, most)
+                count -= count % multiple if count > multiple else 0
         if count > (limit := budget.policy.max_video_frames):
             message = f"{param} would be {count} frames, of {total} in the clip; the limit is {limit}; "
             message += "ask for fewer by fps, num_frames or frame_indices, or raise --max-video-frames"

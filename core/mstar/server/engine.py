@@ -116,6 +116,11 @@ class RequestHandle:
         self._changed.set()
 
 
+def served_names(config: EngineConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Names under which clients ask for the model; the first is reported."""
+    return config.served_model_name or tuple(dict.fromkeys((config.model, spec.name)))
+
+
 class Engine:
     """Serves one model over one channel to its worker.
 
@@ -131,7 +136,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.graph = graph
-        self.model_names = config.served_model_name or tuple(dict.fromkeys((*config.model_names, spec.name)))
+        self.model_names = served_names(config, spec)
         limits = Limits(
             max_running=config.max_num_seqs, max_queue=config.max_queue, page_tokens=config.block_size,
             timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,

@@ -76,7 +76,8 @@ class ImageInput(Struct, tag="image", tag_field="type", kw_only=True, forbid_unk
 
 
 class VideoInput(Struct, tag="video", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame.
+    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame,
+    or as many as the task usually takes.
 
     Args:
         frames: instead of `data`: uint8 [T, H, W, 3], of which none are left out; `fps` is then their rate.
@@ -252,6 +253,20 @@ def check_model(model: str, *, names: tuple[str, ...]) -> None:
 # ---- wire to request --------------------------------------------------------------------------------------------
 
 
+def check_request(wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...]) -> tuple[str, str, Any]:
+    """Model, task and parameters of a request. Raises RequestError for all that is wrong without looking into parts."""
+    model = model_names[0] if wire.model is None else wire.model
+    check_model(model, names=model_names)
+    given = [items for items in (wire.inputs, wire.messages) if items is not None]
+    if len(given) != 1 or not given[0]:
+        raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
+    name = _task(wire, spec=spec)
+    params = convert(wire.params, spec.tasks[name].params, prefix="params.")
+    if "" in stop_strings(params):
+        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
+    return model, name, params
+
+
 def read_request(
     wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...], request_id: str, seed: int,
     resumed: bool = False, base: Path | None = None, media: MediaPolicy | None = None, deadline: float | None = None,
@@ -265,19 +280,11 @@ def read_request(
         media: what may be read of media; None: the defaults of `MediaPolicy`, which allow data URIs alone.
         deadline: in seconds of `time.monotonic`; reading media goes on no longer.
     """
-    model = model_names[0] if wire.model is None else wire.model
-    check_model(model, names=model_names)
-    given = [items for items in (wire.inputs, wire.messages) if items is not None]
-    if len(given) != 1 or not given[0]:
-        raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
-    name = _task(wire, spec=spec)
+    model, name, params = check_request(wire, spec=spec, model_names=model_names)
     task = spec.tasks[name]
-    params = convert(wire.params, task.params, prefix="params.")
-    if "" in stop_strings(params):
-        raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
     reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
     read = [
-        (message, tuple(_part(part, param=at, base=base, reader=reader) for at, part in parts))
+        (message, tuple(_part(part, param=at, base=base, reader=reader, task=task) for at, part in parts))
         for message, parts in _turns(wire)
     ]
     return Request(
@@ -350,7 +357,7 @@ def stop_strings(params: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader) -> Part:
+def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, task: Task) -> Part:
     if isinstance(part, TextInput):
         return TextPart(part.text)
     if isinstance(part, TokensInput):
@@ -359,14 +366,18 @@ def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader) ->
         return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
     if isinstance(part, AudioInput):
         return reader.audio(part.data, param=param)
-    return reader.image(part.data, param=param) if isinstance(part, ImageInput) else _video(part, param, base, reader)
+    if isinstance(part, ImageInput):
+        return reader.image(part.data, param=param)
+    return _video(part, param, base, reader, usual=task.video_frames)
 
 
-def _video(part: VideoInput, param: str, base: Path | None, reader: MediaReader) -> VideoPart:
+def _video(
+    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *, usual: tuple[int, int] | None
+) -> VideoPart:
     if (part.data is None) == (part.frames is None):
         raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
     if part.data is not None:
-        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices)
+        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices, usual=usual)
         return reader.video(part.data, sampling=sampling, param=param)
     assert part.frames is not None
     for name in ("num_frames", "frame_indices"):

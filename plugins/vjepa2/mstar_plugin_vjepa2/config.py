@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mstar.errors import ConfigError
+from mstar.plugin.spec import Task
 
 CHECKPOINT = "facebook/vjepa2-vitl-fpc64-256"
 AC_FILE = "vjepa2-ac-vitg.pt"
@@ -490,11 +491,12 @@ def _side(fields: Fields) -> int:
     return Fields({"img_size": sides.pop()}, fields.path, fields.prefix).whole("img_size")
 
 
-def offers(config: VJEPA2Config | VJEPA2ACConfig) -> tuple[str, ...]:
-    """The tasks that a checkpoint can do."""
+def offers(config: VJEPA2Config | VJEPA2ACConfig, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks that a checkpoint can do. Videos become clips as long as those it was trained on."""
     if isinstance(config, VJEPA2ACConfig):
-        return ("encode", "rollout", "teacher_forced", "plan")
-    return ("encode", "predict", "anticipate")
+        return {name: tasks[name] for name in ("encode", "rollout", "teacher_forced", "plan")}
+    usual = (config.frames_per_clip, config.tubelet_size)
+    return {name: replace(tasks[name], video_frames=usual) for name in ("encode", "predict", "anticipate")}
 
 
 def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:

@@ -196,11 +196,12 @@ def _draw_actions(axes: Any, actions: Tensor) -> None:
         at = [step + (place - 1.5) * 0.2 for step in range(len(actions))]
         of = other if column == 6 else axes
         bars.append(of.bar(at, actions[:, column].tolist(), width=0.2, label=AXES[column], color=f"C{place}"))
-    for of, label in ((axes, "x, y, z: m"), (other, "gripper")):
+    for of in (axes, other):
         reach = max(map(abs, of.get_ylim()))
-        of.set(ylim=(-reach, reach), ylabel=label)
+        of.set_ylim(-reach, reach)
+    other.tick_params(axis="y", colors="C3")
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(title="Planned actions", xlabel="action", xticks=range(len(actions)))
+    axes.set(title="Planned actions", xlabel="action", ylabel="m", xticks=range(len(actions)))
     axes.legend(handles=bars, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4)
 
 
