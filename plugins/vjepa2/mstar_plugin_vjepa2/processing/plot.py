@@ -186,6 +186,7 @@ def _plan(request: Request, tensors: Mapping[str, Tensor], config: Config) -> li
     left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(fontsize="small")
     _draw_actions(right, actions)
+    figure.get_layout_engine().set(rect=(0, 0, 0.98, 1))  # the gripper's scale is not counted
     return [figure]
 
 
