@@ -22,7 +22,7 @@ class SessionTable:
         ttl_s: seconds an idle session is kept.
         max_sessions: most sessions at once; a new one takes the place of the one idle longest.
 
-    Whatever `open` and `expire` return, the workers must drop.
+    Whatever `open`, `make_room` and `expire` return, the workers must drop.
     """
 
     ttl_s: float
@@ -39,25 +39,27 @@ class SessionTable:
     def open(self, name: str, *, now: float) -> list[str]:
         """Open a session that is not open, busy with its first request; an expired name may be used anew.
 
-        Returns the sessions to drop before, which may include an expired one of this name.
-        Raises RequestError 409 if it is open, 429 if every session is busy.
+        There may be one too many then, until `make_room`: what its request asks for may still be refused. Returns the
+        expired sessions to drop. Raises RequestError 409 if it is open, 429 if every session is busy.
         """
         dropped = self.expire(now=now)
         if name in self._idle_since:
             raise _error(
                 409, "session_open", f"session {name!r} is open already; send only what continues it, or delete it"
             )
-        if len(self._idle_since) >= self.max_sessions:
-            longest = next(iter(self.idle()), None)
-            if longest is None:
-                reason = (
-                    f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
-                )
-                raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
-            self._forget(longest)
-            dropped.append(longest)
+        if len(self._idle_since) - len(self.idle()) >= self.max_sessions:
+            reason = f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
+            raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
+        self._gone.pop(name, None)
         self._idle_since[name] = None
         return dropped
+
+    def make_room(self) -> list[str]:
+        """Forget the sessions idle longest until there are no more than may be, and return them."""
+        evicted = self.idle()[: max(0, len(self._idle_since) - self.max_sessions)]
+        for name in evicted:
+            self._forget(name)
+        return evicted
 
     def resume(self, name: str, *, now: float) -> None:
         """Make an open session busy. Raises RequestError 409 if it is busy, 410 if it has expired, 404 if unknown."""

@@ -363,7 +363,9 @@ def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, ta
     if isinstance(part, TokensInput):
         return TokensPart(part.ids)
     if isinstance(part, TensorInput):
-        return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
+        return TensorPart(
+            part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base, name=repr(part.name[:60]))
+        )
     if isinstance(part, AudioInput):
         return reader.audio(part.data, param=param)
     if isinstance(part, ImageInput):
@@ -405,7 +407,7 @@ def _file(name: str, *, base: Path, param: str) -> Path:
 # ---- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
+def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str = "") -> Tensor:
     given = {name for name in field_names(TensorValue) if getattr(value, name) is not None}
     if given == {"dtype", "shape", "data"}:
         tensor = _tensor_of_data(value, param=param)
@@ -417,7 +419,7 @@ def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
     else:
         tensor = _tensor_of_file(value, param=param, base=base)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise RequestError("the tensor holds NaN or infinity; all values must be finite", param=param)
+        raise RequestError(f"the tensor {name} holds NaN or infinity; all values must be finite", param=param)
     return tensor
 
 

@@ -116,9 +116,9 @@ def changed(value: np.ndarray, to: float) -> np.ndarray:
 
 WRONG_ACTIONS = {
     # values
-    "NaN": (rollout(actions=changed(ACTIONS, float("nan"))), "inputs.1.tensor", "finite"),
+    "NaN": (rollout(actions=changed(ACTIONS, float("nan"))), "inputs.1.tensor", "'actions' holds NaN or infinity"),
     "infinity": (rollout(actions=changed(ACTIONS, float("inf"))), "inputs.1.tensor", "finite"),
-    "NaN in a state": (rollout(state=changed(STATE, float("nan"))), "inputs.2.tensor", "finite"),
+    "NaN in a state": (rollout(state=changed(STATE, float("nan"))), "inputs.2.tensor", "'state' holds NaN or infinity"),
     # widths, shapes and types
     "six columns": (rollout(actions=ACTIONS[:, :6]), "actions", r"float32 \[4, 6\]"),
     "eight columns in a state": (rollout(state=np.zeros(8, np.float32)), "state", r"\[7\] or \[B,7\]"),
