@@ -246,6 +246,7 @@ class EngineState:
             with self._failing_alone(entry, now=now):
                 self._check_memory(encoded)
                 entry.request, entry.encoded = request, encoded
+                self._drop_sessions(self._sessions.make_room())
         return self._actions(now=now)
 
     def receive(self, message: FromWorker, *, now: float) -> list[Action]:
