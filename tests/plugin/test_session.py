@@ -14,7 +14,7 @@ def table(*, ttl_s: float = 10, max_sessions: int = 2) -> SessionTable:
 
 
 def opened(sessions: SessionTable, name: str, *, now: float) -> list[str]:
-    dropped = [*sessions.open(name, now=now), *sessions.make_room()]
+    dropped = sessions.open(name, now=now) + sessions.make_room()
     sessions.release(name, now=now)
     return dropped
 
@@ -103,6 +103,16 @@ def test_a_new_session_takes_the_place_of_the_one_idle_longest() -> None:
     with pytest.raises(RequestError) as error:
         sessions.resume("b", now=5)
     assert error.value.status == 410
+
+
+def test_a_session_that_is_not_opened_after_all_takes_nobodys_place() -> None:
+    sessions = table()
+    for name in ("gone", "a", "b"):
+        opened(sessions, name, now=1)
+    assert sessions.open("gone", now=2) == []
+    sessions.discard("gone")
+    assert sessions.make_room() == [] and sessions.idle() == ["a", "b"]
+    assert sessions.missing("gone").status == 410  # as it was before
 
 
 def test_no_new_session_while_all_are_busy() -> None:

@@ -39,8 +39,9 @@ class SessionTable:
     def open(self, name: str, *, now: float) -> list[str]:
         """Open a session that is not open, busy with its first request; an expired name may be used anew.
 
-        There may be one too many then, until `make_room`: what its request asks for may still be refused. Returns the
-        expired sessions to drop. Raises RequestError 409 if it is open, 429 if every session is busy.
+        Returns the sessions to drop before, which may include an expired one of this name; whose place it takes,
+        `make_room` says once its request is known to be in order.
+        Raises RequestError 409 if it is open, 429 if every session is busy.
         """
         dropped = self.expire(now=now)
         if name in self._idle_since:
@@ -50,12 +51,11 @@ class SessionTable:
         if len(self._idle_since) - len(self.idle()) >= self.max_sessions:
             reason = f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
             raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
-        self._gone.pop(name, None)
         self._idle_since[name] = None
         return dropped
 
     def make_room(self) -> list[str]:
-        """Forget the sessions idle longest until there are no more than may be, and return them."""
+        """Forget those idle longest while there are more than may be, and return them."""
         evicted = self.idle()[: max(0, len(self._idle_since) - self.max_sessions)]
         for name in evicted:
             self._forget(name)
@@ -69,7 +69,7 @@ class SessionTable:
     def release(self, name: str, *, now: float) -> None:
         """Its request has ended; from now on the session is idle."""
         assert self._idle_since.get(name, now) is None, f"session {name!r} is not busy"
-        self._gone.pop(name, None)  # an expired name that no request has opened anew stays expired
+        self._gone.pop(name, None)
         del self._idle_since[name]  # to the end of the order
         self._idle_since[name] = now
 

@@ -246,6 +246,7 @@ class EngineState:
             with self._failing_alone(entry, now=now):
                 self._check_memory(encoded)
                 entry.request, entry.encoded = request, encoded
+                self._drop_sessions(self._sessions.make_room())
         return self._actions(now=now)
 
     def receive(self, message: FromWorker, *, now: float) -> list[Action]:
@@ -368,7 +369,6 @@ class EngineState:
             raise RequestError(f"no walk of the model starts for task {request.task!r} as asked", status=500)
         entry.lanes = {start.lane: start.walk for start in starts}
         entry.opened = now
-        self._drop_sessions(self._sessions.make_room())
         params = msgspec.to_builtins(request.params) if request.params is not None else {}
         self._send(
             messages.Open(

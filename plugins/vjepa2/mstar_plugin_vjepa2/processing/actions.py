@@ -102,7 +102,7 @@ class ActionInputs:
             "firsts": [rows[0][1]],
         }  # fmt: skip
         fields = {"horizon": horizon} | ({} if goal is None else {"goal": 1})
-        return self._encoded(inputs, fields, tokens=0, blocks=horizon)
+        return self._encoded(inputs, fields, tokens=0, blocks=length + horizon)
 
     def _refuse_opening(self, request: Request, param: str) -> None:
         message = (
