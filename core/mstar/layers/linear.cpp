@@ -3,7 +3,7 @@
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
 // row depend on that row alone. Weights are read where they lie, once per block of rows, a piece at a time: all rows
 // use it while the next one is on its way to the caches. Few rows, which wait for memory, read several distant columns
-// at once: a core has more reads under way for as many sequential streams than for one. Sums over lanes come last.
+// at once, from end to end: a core fetches ahead of each of so many streams. Sums over lanes come last.
 #include <vector>
 
 #include "vectors.h"
@@ -11,7 +11,7 @@
 constexpr int TILE_ROWS = 4, LINE = 64, STREAMS = 4;
 constexpr int64_t AHEAD = 512;  // bytes, in each stream
 constexpr int64_t BLOCK_ROWS = 64, BLOCK_COLUMNS = 24;
-constexpr int64_t DEPTH = 1024, DEPTH_OF_ONE = 4096;  // of a piece, so that x of a strip stays in the first-level cache
+constexpr int64_t DEPTH = 1024;  // of a piece, so that x of a strip stays in the first-level cache
 
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
@@ -134,23 +134,19 @@ static int64_t streams(const float* x, int64_t pitch, const T* weight, const T* 
                        int64_t end, int64_t N, int64_t K) {
     constexpr int COUNT = ROWS == 3 ? 3 : LANES / ROWS < STREAMS ? LANES / ROWS : STREAMS;
     const int64_t length = (end - begin) / (COUNT * SUMS) * SUMS;
-    const int64_t depth = ROWS == 1 ? DEPTH_OF_ONE : DEPTH, whole = K / STEP * STEP;
+    const int64_t whole = K / STEP * STEP;
     Floats kept[ROWS][COUNT][SUMS];
     T tails[COUNT * STEP];
     for (int64_t n = begin; n < begin + length; n += SUMS) {
         memset((void*)kept, 0, sizeof kept);
-        for (int64_t k = 0; k < whole; k += depth)
-            for (int c = 0; c < SUMS; c++) {
-                const T* const w = weight + (n + c) * K + k;
-                const Piece<T> piece{w, length * K, k + depth < whole ? depth : whole - k, COUNT, pitch, w};
-                tile<T, ROWS, COUNT>(x + k, piece, 0, {kept[0][0] + c, COUNT * SUMS, SUMS}, (const char*)w + AHEAD,
-                                     STEP * sizeof(T));
-            }
-        for (int c = 0; c < SUMS && whole < K; c++) {
-            const T* const w = weight + (n + c) * K + whole;
-            for (int i = 0; i < COUNT; i++) copy_tail(w + i * length * K, K - whole, tails + i * STEP);
-            tile<T, ROWS, COUNT>(x + whole, {tails, STEP, STEP, COUNT, pitch, tails}, 0,
-                                 {kept[0][0] + c, COUNT * SUMS, SUMS}, (const char*)tails, 0);
+        for (int c = 0; c < SUMS; c++) {
+            const T* const w = weight + (n + c) * K;
+            const Kept sums{kept[0][0] + c, COUNT * SUMS, SUMS};
+            tile<T, ROWS, COUNT>(x, {w, length * K, whole, COUNT, pitch, w}, 0, sums, (const char*)w + AHEAD,
+                                 STEP * sizeof(T));
+            if (whole == K) continue;
+            for (int i = 0; i < COUNT; i++) copy_tail(w + i * length * K + whole, K - whole, tails + i * STEP);
+            tile<T, ROWS, COUNT>(x + whole, {tails, STEP, STEP, COUNT, pitch, tails}, 0, sums, (const char*)tails, 0);
         }
         for (int r = 0; r < ROWS; r++)
             for (int64_t i = 0, first = n; i < COUNT; i++, first += length)
@@ -172,15 +168,15 @@ static void part(const float* x, int64_t pitch, const T* weight, const T* bias, 
     }
     Floats kept[BLOCK_ROWS * BLOCK_COLUMNS];
     T tails[BLOCK_COLUMNS * STEP];
-    const int64_t depth = rows == 1 ? DEPTH_OF_ONE : DEPTH, whole = K / STEP * STEP;
+    const int64_t whole = K / STEP * STEP;
     for (int64_t n = begin; n < end; n += BLOCK_COLUMNS) {
         const int64_t columns = end - n < BLOCK_COLUMNS ? end - n : BLOCK_COLUMNS;
         const T* const w = weight + n * K;
         memset((void*)kept, 0, rows * BLOCK_COLUMNS * sizeof(Floats));
-        for (int64_t k = 0; k < whole; k += depth) {
-            const bool is_last = k + depth >= whole;
-            const T* const next = is_last ? w + BLOCK_COLUMNS * K : w + k + depth;
-            add<T>(x + k, rows, {w + k, K, is_last ? whole - k : depth, columns, pitch, next}, kept);
+        for (int64_t k = 0; k < whole; k += DEPTH) {
+            const bool is_last = k + DEPTH >= whole;
+            const T* const next = is_last ? w + BLOCK_COLUMNS * K : w + k + DEPTH;
+            add<T>(x + k, rows, {w + k, K, is_last ? whole - k : DEPTH, columns, pitch, next}, kept);
         }
         if (whole < K) {
             for (int64_t c = 0; c < columns; c++) copy_tail(w + c * K + whole, K - whole, tails + c * STEP);
