@@ -230,6 +230,7 @@ def test_only_a_request_that_is_in_order_takes_another_sessions_place() -> None:
         start(state, name, session=name)
         state.receive(done(name, "read"), now=1)
     state.submit("wrong", session="new", now=2)
+    assert not any(isinstance(message, DropSession) for message in start(state, "other"))
     state.fail("wrong", RequestError("bad input"), now=2)
     assert DropSession(session="a") in start(state, "right", session="new", now=3)
 

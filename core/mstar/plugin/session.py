@@ -54,9 +54,13 @@ class SessionTable:
         self._idle_since[name] = None
         return dropped
 
-    def make_room(self) -> list[str]:
-        """Forget those idle longest while there are more than may be, and return them."""
-        evicted = self.idle()[: max(0, len(self._idle_since) - self.max_sessions)]
+    def make_room(self, *, num_opening: int = 0) -> list[str]:
+        """Forget those idle longest while there are more than may be, and return them.
+
+        Args:
+            num_opening: busy sessions that take nobody's place yet, as their first request may be refused.
+        """
+        evicted = self.idle()[: max(0, len(self._idle_since) - num_opening - self.max_sessions)]
         for name in evicted:
             self._forget(name)
         return evicted

@@ -451,6 +451,7 @@ def _action_conditioned(fields: Fields, files: list[Path]) -> VJEPA2ACConfig:
             raise ahead.refuse(name, f"the encoder's is {value}", "make the two agree")
     if _side(ahead) != encoder.image_size:
         raise ahead.refuse("img_size", f"the encoder's is {encoder.image_size}", "make the two agree")
+    ahead.require("action_embed_dim", ACTION_DIM, "poses and plans have position, angles and gripper")
     predictor = ACPredictorConfig(
         blocks=_blocks(
             ahead, dim="predictor_embed_dim", depth="depth", heads="num_heads", ratio="mlp_ratio", defaults={}

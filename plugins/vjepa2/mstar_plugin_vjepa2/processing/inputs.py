@@ -169,7 +169,7 @@ def read_shaped(request: Request, name: str, shape: tuple[int, ...], meaning: st
     if tensor is None:
         return None
     if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
-        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})".replace(" ", " ")
+        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})"
         raise RequestError(message, param=name)
     return tensor.float()
 
