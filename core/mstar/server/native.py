@@ -388,12 +388,16 @@ def _video(
             raise RequestError(message, param=f"{param}.{name}")
     if part.fps is None:
         raise RequestError(f"{param}.fps is missing: at how many a second 'frames' are shown", param=f"{param}.fps")
-    frames = _tensor(part.frames, param=f"{param}.frames", base=base)
+    frames = _tensor(part.frames, param=f"{param}.frames", base=base, name="frames")
     if frames.dtype is not torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not frames.numel():
         message = (
             f"{param}.frames is {str(frames.dtype)[6:]} {list(frames.shape)}; it must be uint8 [T, H, W, 3], of 1 "
         )
         raise RequestError(f"{message}frame or more", param=f"{param}.frames")
+    if len(frames) > (most := reader.budget.policy.max_video_frames):
+        message = f"{param}.frames are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
+        raise RequestError(message, param=f"{param}.frames", code="media_too_large")
+    reader.budget.take(frames.numel(), f"{len(frames)} frames", f"{param}.frames")
     return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
 
 
@@ -407,7 +411,7 @@ def _file(name: str, *, base: Path, param: str) -> Path:
 # ---- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str = "") -> Tensor:
+def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str) -> Tensor:
     given = {name for name in field_names(TensorValue) if getattr(value, name) is not None}
     if given == {"dtype", "shape", "data"}:
         tensor = _tensor_of_data(value, param=param)

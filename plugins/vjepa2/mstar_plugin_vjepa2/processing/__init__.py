@@ -52,7 +52,7 @@ class VJEPA2Processor(Processor):
     def encode(self, request: Request) -> Encoded:
         if self._actions is not None:
             return self._actions.encode(request)
-        clips = read_clips(request, self.config)
+        clips = read_clips(request, self.config, most_tokens=self.limits.max_model_len)
         tokens = max(1, len(clips[0]) // self.config.tubelet_size) * self.config.patches
         inputs: dict[str, Any] = {"clips": [{"pixels": clip} for clip in clips]}
         fields = {}
