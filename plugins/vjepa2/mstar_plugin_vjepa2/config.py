@@ -503,7 +503,7 @@ def offers(config: VJEPA2Config | VJEPA2ACConfig, tasks: Mapping[str, Task]) -> 
 
 
 def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:
-    """Tokens of the longest rollout; where there are none, of the longest clip: `CLIPS` times those it was trained on."""
+    """Tokens of the longest rollout; of V-JEPA 2, of the longest clip: `CLIPS` times those it was trained on."""
     if isinstance(config, VJEPA2ACConfig):
         return config.max_frames * config.block
     return CLIPS * max(1, config.frames_per_clip // config.tubelet_size) * config.patches

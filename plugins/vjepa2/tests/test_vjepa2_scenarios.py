@@ -188,7 +188,7 @@ def test_half_precision_is_close_and_its_states_are_exact(
 
 def test_clips_of_any_length_run_beside_each_other(serving: Callable[..., Any], asks: Any) -> None:
     world = serving("vjepa2")
-    shapes = [(1,), (2,), (64,), (4,), (3, 4), (2, 2), (1,), (5, 1), (17, 2)]
+    shapes = [(1,), (2,), (32,), (4,), (3, 4), (2, 2), (1,), (5, 1), (17, 2)]
     clips = [asks.draw(*shape, 3, 64, 64, seed=i, scale=1.0) for i, shape in enumerate(shapes)]
     some = [asks.Ask("encode", {"pixel_values": clip}) for clip in clips]
     some += [asks.Ask("anticipate", {"pixel_values": clip}, {"steps": 1 + i % 3}) for i, clip in enumerate(clips)]
@@ -201,6 +201,8 @@ def test_clips_of_any_length_run_beside_each_other(serving: Callable[..., Any], 
         for name, value in answer.tensors.items():
             rows = 16 * ask.params["steps"] if ask.task == "anticipate" else tokens
             assert value.shape == (batch[0] if len(batch) == 5 else 1, rows, 64), name
+    with pytest.raises(RequestError, match="34 frames, 272 tokens; the limit is 256 .*give at most 32 frames"):
+        world.ask(asks.Ask("encode", {"pixel_values": torch.zeros(34, 3, 64, 64)}))
     world.assert_clean()
 
 

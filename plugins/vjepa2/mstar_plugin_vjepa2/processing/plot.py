@@ -6,6 +6,7 @@ picture, so that one colour means one thing in all of them. Imports matplotlib, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,7 @@ def _clips(request: Request, config: Config) -> list[Tensor]:
     """Each clip's frames as the encoder sees them, (T, S, S, 3) of 0 to 1."""
     if isinstance(config, VJEPA2ACConfig):
         return [_views(request, config)]
-    return [_seen(clip, config) for clip in read_clips(request, config)]
+    return [_seen(clip, config) for clip in read_clips(request, config, most_tokens=sys.maxsize)]
 
 
 def _views(request: Request, config: Any) -> Tensor:
