@@ -47,7 +47,9 @@ class World:
     """
 
     def __init__(self, *, encoder: dict[str, Any] | None = None, **settings: Any) -> None:
-        config = {"model_type": "vjepa2_ac", "encoder": {**ENCODER, **(encoder or {})}, "predictor": PREDICTOR}
+        sizes = {**ENCODER, **(encoder or {})}
+        predictor = {**PREDICTOR, "embed_dim": sizes["embed_dim"]}
+        config = {"model_type": "vjepa2_ac", "encoder": sizes, "predictor": predictor}
         with tempfile.TemporaryDirectory(prefix="mstar-rollout-") as folder:
             home = tiny.make_ac(Path(folder), config)
             self.driver = DirectWorker(EngineConfig(plugin="vjepa2", model=str(home), device="cpu", **settings))
