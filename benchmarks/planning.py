@@ -4,8 +4,9 @@
 
 The model of rollout.py (21.5M parameters in the predictor, 64 tokens a frame) with an encoder of 71M, which is to the
 predictor as the release's is. One request plans by the cross-entropy method through the worker. The other side does
-the same search on the same modules with one candidate at a time: it encodes the frame, runs the whole sequence again
-at every step, and measures the distance to the goal. Both draw the same numbers and must come to the same actions.
+the same search on the same modules with one candidate at a time, each as if it were a request of its own: it encodes
+the frame and the goal (with `--share-goal` the frame alone), runs the whole sequence again at every step, and measures
+the distance. Both draw the same numbers and must come to the same actions.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from mstar_plugin_vjepa2.plugin import PlanParams
 ENCODER = {"embed_dim": 768, "depth": 10, "num_heads": 12}
 
 
-def one_at_a_time(world: World, pixels: Tensor, state: Tensor, noise: Tensor, params: PlanParams) -> Tensor:
+def one_at_a_time(
+    world: World, pixels: Tensor, state: Tensor, noise: Tensor, params: PlanParams, *, share_goal: bool
+) -> Tensor:
     """The plan (H, A), of pixels (2, 3, S, S): the frame to go on from and the goal."""
     goal = world.encoder.encode_frames(pixels[1:])[0]
+
+    def cost(actions: Tensor) -> Tensor:
+        target = goal if share_goal else world.encoder.encode_frames(pixels[1:])[0]
+        return cem.costs(world.again(pixels[:1], state, actions)[-1], target)
+
     mean, std = cem.begin(1, params.horizon, max_norm=params.max_norm)
     for drawn in noise:
         actions = cem.propose(mean, std, drawn[None], params.max_norm)
-        costs = [cem.costs(world.again(pixels[:1], state, some)[-1], goal) for some in actions[0]]
+        costs = [cost(some) for some in actions[0]]
         mean, std = cem.select(
             actions, torch.stack(costs)[None], mean, std, params.topk,
             momentum_mean=params.momentum_mean, momentum_std=params.momentum_std,
@@ -44,6 +52,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--share-goal", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     world = World(encoder=ENCODER)
@@ -65,13 +74,13 @@ def main() -> None:
             times["batched"].append(clock() - started)
             pages = world.most_pages
             started = clock()
-            theirs = one_at_a_time(world, pixels, state, noise, params)
+            theirs = one_at_a_time(world, pixels, state, noise, params, share_goal=arguments.share_goal)
             times["one_at_a_time"].append(clock() - started)
     difference = float((ours - theirs).abs().max())
     assert difference < 1e-3, f"the plans differ by {difference}"
     sizes = {name: sum(p.numel() for p in getattr(world, name).parameters()) for name in ("encoder", "predictor")}
     line("planning", times, samples=params.samples, horizon=params.horizon, iterations=params.iterations,
-         parameters=sizes, kv_pages=pages, difference=difference)  # fmt: skip
+         share_goal=arguments.share_goal, parameters=sizes, kv_pages=pages, difference=difference)  # fmt: skip
 
 
 if __name__ == "__main__":
