@@ -47,7 +47,9 @@ class World:
     """
 
     def __init__(self, *, encoder: dict[str, Any] | None = None, **settings: Any) -> None:
-        config = {"model_type": "vjepa2_ac", "encoder": {**ENCODER, **(encoder or {})}, "predictor": PREDICTOR}
+        sizes = {**ENCODER, **(encoder or {})}
+        predictor = {**PREDICTOR, "embed_dim": sizes["embed_dim"]}
+        config = {"model_type": "vjepa2_ac", "encoder": sizes, "predictor": predictor}
         with tempfile.TemporaryDirectory(prefix="mstar-rollout-") as folder:
             home = tiny.make_ac(Path(folder), config)
             self.driver = DirectWorker(EngineConfig(plugin="vjepa2", model=str(home), device="cpu", **settings))
@@ -86,9 +88,9 @@ class World:
         found = self.run("latents")
         return [torch.stack(found[one]) for one in ids]
 
-    def again(self, z: Tensor, state: Tensor, actions: Tensor) -> Tensor:
-        """A rollout from latents (P, D) in the original's way: every step runs the whole sequence."""
-        z, states = z[None, None], state[None, None]
+    def again(self, pixels: Tensor, state: Tensor, actions: Tensor) -> Tensor:
+        """`rollouts` of one request in the original's way: every step runs the whole sequence."""
+        z, states = self.encoder.encode_frames(pixels)[:, None], state[None, None]
         for step in range(1, len(actions) + 1):
             latents = full_sequence(self.predictor, z, actions[None, :step], states)
             z = torch.cat((z, latents[:, -1:]), dim=1)
@@ -112,7 +114,7 @@ def main() -> None:
     settings = {"parameters": sum(p.numel() for p in world.predictor.parameters()), "compile": arguments.compile}
     with torch.inference_mode():
         world.rollouts(pixels, state, [actions[:2]] * 2)
-        world.again(world.encoder.encode_frames(pixels)[0], state, actions[:2])
+        world.again(pixels, state, actions[:2])
         for horizon in map(int, arguments.horizons.split(",")):
             compare(world, pixels, state, actions[:horizon], rounds=arguments.rounds, settings=settings)
         if arguments.batch:
@@ -131,7 +133,7 @@ def compare(
         times["cached"].append(clock() - started)
         pages = world.most_pages
         started = clock()
-        theirs = world.again(world.encoder.encode_frames(pixels)[0], state, actions)
+        theirs = world.again(pixels, state, actions)
         times["again"].append(clock() - started)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
     line("rollout", times, horizon=len(actions), kv_pages=pages, kv_bytes=pages * world.pool.page_bytes,

@@ -24,7 +24,23 @@ from mstar.plugin.loader import InstalledPlugin
 COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plugins", "run", "serve"]
 OWN_FLAGS = {
     "serve": {"--config"},
-    "run": {"--config", "--log-level", "--out", "--param", "--request", "--seed", "--task", "--text", "--voice"},
+    "run": {
+        "--audio",
+        "--config",
+        "--image",
+        "--log-level",
+        "--num-frames",
+        "--out",
+        "--param",
+        "--plot",
+        "--request",
+        "--seed",
+        "--task",
+        "--tensor",
+        "--text",
+        "--video",
+        "--voice",
+    },
     "bench": set(),
     "cache": set(),
     "compile": {"--config", "--json", "--log-level"},
@@ -32,8 +48,15 @@ OWN_FLAGS = {
     "plugins": {"--json"},
     "doctor": {"--host", "--model", "--plugin", "--port"},
 }
-SERVER_ONLY = {"--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout"}
-NOT_COMPILED = {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
+SERVER_ONLY = {
+    "--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout",
+    "--allowed-local-media-path",
+}  # fmt: skip
+MEDIA = {
+    "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
+    "--media-timeout",
+}  # fmt: skip
+NOT_COMPILED = MEDIA | {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
 
 PLUGIN = """
 from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk
@@ -92,8 +115,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((engine, server))
         return 7
 
-    def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path) -> int:
-        calls.append((engine, request, out, base))
+    def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path, plot: bool) -> int:
+        calls.append((engine, request, out, base, plot))
         return 7
 
     launch.serve, launch.run = serve, run  # type: ignore[attr-defined]
@@ -176,6 +199,9 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
         (["run", "--request", "absent.json"], "absent.json: No such file"),
         (["run", "--text", "a", "--param", "voice"], "expected KEY=VALUE"),
         (["graph", "--plugin", "nosuch"], "no plugin 'nosuch' is installed"),
+        (["graph", "--plugin", "echo", "-o", "g.xyz"], "nothing is drawn by suffix '.xyz'; use .svg, .mmd, .md, .txt"),
+        (["serve", "tinny", "--plugin", "echo"], "neither a folder nor a hub id (OWNER/NAME); did you mean tiny?"),
+        (["serve", "--tensor-parallel-size", "2"], "no --tensor-parallel-size yet: it arrives with placement"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(run: Run, arguments: list[str], words: str) -> None:
@@ -183,6 +209,30 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(run: Run, arguments: list[s
     assert code == 2
     assert words in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["serve", "run", "compile"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plugin", "echoo"], "no plugin 'echoo' is installed; did you mean echo?"),
+        (["--plugin", "echo", "--model", "/no/such/folder"], "--model /no/such/folder is neither a folder nor"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_heavy_is_imported(
+    command: str, arguments: list[str], words: str
+) -> None:
+    more = ["--text", "a"] if command == "run" else []
+    code = (
+        "import sys\nfrom mstar.cli import main\n"
+        f"try:\n    main({[command, *more, *arguments]!r})\n"
+        "except SystemExit as ended:\n    assert ended.code == 2\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'starlette', 'av'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.startswith("Error: ") and words in answer.stderr and answer.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,11 +283,11 @@ def test_a_key_comes_from_a_flag_or_else_the_environment_and_is_never_shown(
 def test_the_command_line_wins_over_the_file(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
     path = tmp_path / "mstar.yaml"
     path.write_text(
-        "plugin: echo\nmodel: from-file\nmax-num-seqs: 4\nport: 9000\nset: {codec: /x}\nbatch-invariant: true\n"
+        "plugin: echo\nmodel: from/file\nmax-num-seqs: 4\nport: 9000\nset: {codec: /x}\nbatch-invariant: true\n"
     )
-    run("serve", "from-flag", "--config", str(path), "--max-num-seqs", "5", "--no-batch-invariant")
+    run("serve", "from/flag", "--config", str(path), "--max-num-seqs", "5", "--no-batch-invariant")
     engine, server = launched[0]
-    assert (engine.plugin, engine.model, engine.max_num_seqs, engine.batch_invariant) == ("echo", "from-flag", 5, False)
+    assert (engine.plugin, engine.model, engine.max_num_seqs, engine.batch_invariant) == ("echo", "from/flag", 5, False)
     assert engine.parts == {"codec": Path("/x")}
     assert server.port == 9000
 
@@ -275,17 +325,20 @@ def test_without_any_plugin_serve_says_how_to_get_one(run: Run, monkeypatch: pyt
 def test_run_builds_a_request_from_flags(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
     run(
         *"run --plugin echo --text".split(), "good day", *"--voice nobody --param top_k=5 --param tone=calm".split(),
-        *"--param stop=[1,2] --task speech --seed 7 --out".split(), str(tmp_path),
+        *"--param stop=[1,2] --task speech --seed 7 --tensor codes=c.safetensors --plot --out".split(), str(tmp_path),
     )  # fmt: skip
-    engine, request, out, base = launched[0]
+    engine, request, out, base, plot = launched[0]
     assert engine == EngineConfig(plugin="echo")
     assert request == {
-        "inputs": [{"type": "text", "text": "good day"}],
+        "inputs": [
+            {"type": "tensor", "name": "codes", "tensor": {"file": "c.safetensors", "name": "codes"}},
+            {"type": "text", "text": "good day"},
+        ],
         "task": "speech",
         "seed": 7,
         "params": {"top_k": 5, "tone": "calm", "stop": [1, 2], "voice": "nobody"},
     }
-    assert (out, base) == (tmp_path, Path.cwd())
+    assert (out, base, plot) == (tmp_path, Path.cwd(), True)
 
 
 def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
@@ -293,12 +346,12 @@ def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
 ) -> None:
     path = tmp_path / "request.json"
     path.write_text('{"inputs": [], "params": {"a": 1, "b": 2}}')
-    code, _, _ = run("run", "--plugin", "echo", "--request", str(path), "--param", "b=3", "--model", "m")
-    engine, request, out, base = launched[0]
+    code, _, _ = run("run", "--plugin", "echo", "--request", str(path), "--param", "b=3", "--model", "m/n")
+    engine, request, out, base, plot = launched[0]
     assert code == 7
-    assert engine.model == "m"
+    assert engine.model == "m/n"
     assert request == {"inputs": [], "params": {"a": 1, "b": 3}}
-    assert (out, base) == (Path("mstar-out"), tmp_path)
+    assert (out, base, plot) == (Path("mstar-out"), tmp_path, False)
 
 
 @pytest.mark.parametrize(
@@ -399,14 +452,46 @@ def test_doctor_refuses_ports_there_are_none_and_wrong_variables(run: Run, monke
     assert code == 2 and "MSTAR_LOG_LEVEL is 'loud'" in err and not out
 
 
+def test_doctor_only_notes_a_model_that_is_yet_to_be_downloaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    only_installed(monkeypatch, "echo")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    asked = ("doctor", "--port", "0", "--plugin", "echo", "--model", "nobody/nothing-like-this")
+    code, out, _ = run(*asked)
+    assert code == 0, out
+    assert "note    checkpoint     'nobody/nothing-like-this' will be downloaded from the hub at first use" in out
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, out, _ = run(*asked)
+    assert code == 1
+    assert "is not in the hub's cache (HF_HOME), and HF_HUB_OFFLINE is set" in out
+
+
+@pytest.mark.parametrize(
+    ("compiler", "path"), [("/bin/false", "plain torch, which is slower"), ("no-such", "plain torch")]
+)
+def test_doctor_says_what_attention_runs_on_where_the_compiler_does_not_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch, compiler: str, path: str
+) -> None:
+    only_installed(monkeypatch, "echo")
+    monkeypatch.setattr(config, "environment", lambda: read_environment({"CXX": compiler}))
+    code, out, _ = run("doctor", "--port", "0")
+    lines = [line.split(maxsplit=2) for line in out.splitlines() if line[8:17] in ("compiler ", "attention")]
+    assert code == 0, out
+    assert [line[:2] for line in lines] == [["note", "compiler"], ["note", "attention"]]
+    assert compiler in lines[0][2] and lines[1][2].startswith(path)
+
+
 def test_doctor_checks_a_checkpoint_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:
     def line(*arguments: str) -> str:
         _, out, _ = run("doctor", "--port", "0", "--plugin", "echo", *arguments)
         return next(line for line in out.splitlines() if line[8:18] == "checkpoint")
 
     assert line().startswith("ok")
-    assert "there is no such folder" in line("--model", str(tmp_path / "absent"))
-    assert "is not in the hub's cache" in line("--model", "nobody/nothing-like-this")
+    assert "is neither a folder nor a hub id" in line("--model", str(tmp_path / "absent"))
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     assert "its model_type is not 'echo'" in line("--model", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "echo"}')

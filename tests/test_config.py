@@ -20,6 +20,8 @@ ENGINE_FLAGS = """
 --enforce-eager
 --attention-backend --compile --overlap --threads --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
+--allowed-media-domains --allowed-local-media-path
+--max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --media-timeout
 """.split()
 SERVER_FLAGS = """
 --host --port --log-level --max-body-bytes --client-timeout --drain-timeout --enable-metrics --api-key --allowed-origins
@@ -41,11 +43,6 @@ def test_configurations_are_frozen_and_have_working_defaults() -> None:
     assert ServerConfig().port == 8000
 
 
-def test_clients_ask_for_the_served_names_or_else_the_model() -> None:
-    assert EngineConfig(plugin="echo", model="a/b").model_names == ("a/b",)
-    assert EngineConfig(plugin="echo", model="a/b", served_model_name=("x", "y")).model_names == ("x", "y")
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -56,6 +53,14 @@ def test_clients_ask_for_the_served_names_or_else_the_model() -> None:
         ({"device": "gpu"}, ["--device is 'gpu'", "cuda:N"]),
         ({"request_timeout_s": float("nan")}, ["--request-timeout is nan"]),
         ({"max_model_len": 0}, ["--max-model-len is 0", "the model's own limit"]),
+        (
+            {"allowed_media_domains": ("https://a.org",)},
+            ["--allowed-media-domains is 'https", "*.example.org"],
+        ),
+        ({"allowed_media_domains": ("10.0.0.1/8",)}, ["--allowed-media-domains is '10.0.0.1/8'"]),
+        ({"allowed_media_domains": ("0x7f.1",)}, ["--allowed-media-domains"]),
+        ({"allowed_local_media_path": "/no/such"}, ["--allowed-local-media-path is '/no/such'", "no folder"]),
+        ({"max_image_pixels": 10**9}, ["--max-image-pixels is 1000000000", "at most 178956970"]),
         ({"served_model_name": ("a", "a")}, ["--served-model-name", "twice"]),
     ],
 )

@@ -54,11 +54,38 @@ def test_run_reports_mistakes_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (text("a", task="generate", params={"colour": 1}), "'params.colour' is unknown; known: "),
+        (text("a", task="generate", params={"max_tokens": "many"}), "params.max_tokens is 'many': must be int"),
+        (text("a", params={"voice": "nobody"}), "voice"),
+        ({"inputs": [{"type": "token_ids", "ids": [1]}], "task": "chunks"}, "takes no token_ids part"),
+    ],
+)
+def test_a_request_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(launch, "started_engine", lambda *_, **__: pytest.fail("the model is loaded"))
+    with pytest.raises(RequestError, match=words):
+        launch.run(engine_config(), request_, out=tmp_path, base=tmp_path)
+
+
+def test_a_voice_the_checkpoint_lacks_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "started_engine", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(launch.Model, "voices", ["plain"])
+    request = text("a", task="nested", params={"voice": "loud"})
+    with pytest.raises(RequestError, match="voice 'loud' is unknown; known: plain"):
+        launch.run(engine_config(), request, out=tmp_path, base=tmp_path)
+
+
 def test_settings_that_cannot_work_are_told_without_a_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = engine_config(device="cuda:77")
-    with pytest.raises(ConfigError, match="cuda"):
+    with pytest.raises(ConfigError, match=r"^the model could not be started: --device cuda:77"):
         launch.run(settings, text("hello"), out=tmp_path, base=tmp_path)
     assert "Traceback" not in caplog.text
 

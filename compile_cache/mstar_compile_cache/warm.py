@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ _PACKAGE_OPTIONS = {
     "aot_inductor.precompile_headers": True,
     "always_keep_tensor_constants": True,
 }
+_SCRATCH = "mstar-compile-"  # then the process's number and a random word
 _CODE, _CONSTANTS = ".so", ".constants"  # suffixes of what lies beside a package, or in its place
 
 
@@ -71,9 +74,36 @@ def _writing_to(folder: Path) -> Iterator[None]:
 @functools.cache
 def _scratch() -> Path:
     """Where this process compiles, so that headers are compiled once for all it does."""
-    folder = tempfile.TemporaryDirectory(prefix="mstar-compile-")
+    remove_abandoned(Path(tempfile.gettempdir()))
+    folder = tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-")
     atexit.register(folder.cleanup)
+    fcntl.flock(os.open(folder.name, os.O_RDONLY), fcntl.LOCK_EX)  # for those who cannot see this process
     return Path(folder.name)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the scratch folders that processes of ours, which were killed, have left in a folder."""
+    for folder in parent.glob(f"{_SCRATCH}*-*"):
+        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        with contextlib.suppress(OSError):  # somebody else removes it, or holds it
+            if not pid.isdecimal() or folder.lstat().st_uid != os.getuid() or _is_running(int(pid)):
+                continue
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(opened)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def aot_compile(
@@ -98,7 +128,8 @@ def aot_compile(
     from torch._inductor.package import package_aoti
 
     module = program if isinstance(program, torch.nn.Module) else _as_module(program)
-    with _writing_to(_scratch()), torch.no_grad():
+    with warnings.catch_warnings(), _writing_to(_scratch()), torch.no_grad():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)  # torch's
         exported = torch.export.export(module, args, dynamic_shapes=dynamic_shapes)
         functional = exported.run_decompositions({}).graph_signature
         if functional.buffers_to_mutate:

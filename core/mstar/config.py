@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import ipaddress
 import logging
 import math
 import os
@@ -25,6 +26,7 @@ from mstar.errors import ConfigError
 GIB = 1024**3
 HIDDEN = "***"
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of computing, and in how many
+_HOST = re.compile(r"\*|(\*\.)?([a-z0-9_-]+\.)*[a-z0-9_-]*[a-z_][a-z0-9_-]*")
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
 
 # ---- reading values: from the command line (text) and from YAML (typed) alike; they raise ValueError ------------
@@ -83,6 +85,13 @@ def _file(value: Any) -> str:
 
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _is_media_host(text: str) -> bool:
+    try:
+        return bool(_HOST.fullmatch(text) or ipaddress.ip_network(text))
+    except ValueError:
+        return False
 
 
 def _parts(value: Any) -> dict[str, Path]:
@@ -165,8 +174,9 @@ class EngineConfig:
         _parts, dict, "where another part of the model lies, part=PATH; repeatable", name="--set", default_text="none"
     )
     served_model_name: tuple[str, ...] = _setting(
-        _names, (), "name in the API; repeatable, the first is the main one", default_text="the value of --model"
-    )
+        _names, (), "name in the API; repeatable, the first is the main one",
+        default_text="the value of --model, and the plugin's name",
+    )  # fmt: skip
     dtype: str = _setting(_text, "auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     quantization: str = _setting(
         _text, "none", "int4: weights of linear layers in four bits, on a CPU; less exact", choices=QUANTIZATIONS
@@ -207,6 +217,24 @@ class EngineConfig:
         _number, None, "seconds until a request is ended with an error", minimum=0.001, default_text="no limit"
     )
     stall_timeout_s: float = _setting(_number, 120.0, "seconds of one step until /health reports it stuck", minimum=1)
+    allowed_media_domains: tuple[str, ...] = _setting(
+        _names, (), "host that media URLs may name: a name, '*.NAME', '*' or an address; repeatable",
+        default_text="none: no URL is fetched; 'mstar run' fetches from any public host",
+    )  # fmt: skip
+    allowed_local_media_path: str | None = _setting(
+        _file, None, "folder below which requests may name media files", default_text="none"
+    )
+    max_media_bytes: int = _setting(
+        _size, 64 * 1024**2, "largest media file that is fetched or read", minimum=1024, default_text="64MiB"
+    )
+    media_memory_bytes: int = _setting(
+        _size, GIB, "most memory that the decoded media of one request take", minimum=1024, default_text="1GiB"
+    )
+    max_image_pixels: int = _setting(
+        _integer, 32 * 1024**2, "most pixels of an image, or of a video's frame", minimum=1, maximum=178_956_970
+    )
+    max_video_frames: int = _setting(_integer, 1024, "most frames that are taken of a video", minimum=1, maximum=65536)
+    media_timeout_s: float = _setting(_number, 30.0, "seconds for fetching and decoding a request's media", minimum=0.1)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -219,14 +247,16 @@ class EngineConfig:
             raise ConfigError("--compile and --enforce-eager exclude each other; give one")
         if self.compile and self.batch_invariant:
             raise ConfigError("--compile cannot keep --batch-invariant: compiled code rounds otherwise; give one")
+        for name in self.allowed_media_domains:
+            if not _is_media_host(name):
+                wanted = "a host as example.org, *.example.org or *, or an address as 192.0.2.1 or 192.0.2.0/24"
+                raise ConfigError(f"--allowed-media-domains is {name!r}; it must be {wanted}, in lower case")
+        folder = self.allowed_local_media_path
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"--allowed-local-media-path is {folder!r}, which is no folder; give one that exists")
         if len(set(self.served_model_name)) != len(self.served_model_name):
             names = ", ".join(self.served_model_name)
             raise ConfigError(f"--served-model-name gives a name twice: {names}; give each once")
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """Names under which clients ask for the model; the first is reported."""
-        return self.served_model_name or (self.model,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,8 +406,13 @@ def load_config_file(path: Path) -> dict[str, Any]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """What to append to "unknown X": close matches, or the list of what is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(names) or 'none'}"
+    return did_you_mean(word, names) or f"; known: {', '.join(names) or 'none'}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The same with close matches, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 # ---- environment variables --------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import functools
 import gc
+import importlib.util
 import ipaddress
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -41,12 +42,14 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
-from mstar.server.engine import Engine
+from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.native import GenerateRequest, check_known, check_request, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
+from mstar.types import TensorChunk
 from mstar.worker.compiled import Compilation, Progress
+from mstar.worker.finish import described
 from mstar.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -66,17 +69,21 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         return asyncio.run(_serve(engine_config, server_config, listener))
 
 
-def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base: Path) -> int:
+def run(engine_config: EngineConfig, request: dict[str, Any], *, out: Path, base: Path, plot: bool = False) -> int:
     """Answer one request and write result.json, tensors.safetensors and media files into `out`.
 
     Args:
         request: as the body of `POST /v1/generate`; tensors and media may also name files.
         base: folder that relative file names start from.
+        plot: whether to draw pictures of it too.
 
     Returns an exit code. Raises ConfigError, PluginError or RequestError, whose messages say what to do.
     """
     wire = convert(request, GenerateRequest)
-    return asyncio.run(_run(engine_config, wire, out=out, base=base))
+    model = find_model(engine_config)
+    draw = _plotter(model.plugin.spec) if plot else None
+    _check_request(wire, model=model, config=engine_config)
+    return asyncio.run(_run(engine_config, wire, model=model, out=out, base=base, draw=draw))
 
 
 def build(config: EngineConfig, *, progress: Progress) -> Compilation:
@@ -176,16 +183,15 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     except Exception as error:
         # What an operator can change is said when the start fails; where it was found is of no use to them.
         logger.error("the worker stopped", exc_info=not isinstance(error, ConfigError))
-        end.send(Dead(reason=f"{type(error).__name__}: {error}"))
+        end.send(Dead(reason=described(error)))
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig) -> int:
+def _set_threads(config: EngineConfig) -> None:
     """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
-    return num_threads
 
 
 async def _report(engine: Engine) -> None:
@@ -337,8 +343,31 @@ def _plan_lines(engine: Engine) -> Iterator[str]:
 # ---- offline ----------------------------------------------------------------------------------------------------
 
 
-async def _run(config: EngineConfig, wire: GenerateRequest, *, out: Path, base: Path) -> int:
-    async with started_engine(config, base=base) as engine:
+def _plotter(spec: ModelSpec) -> Callable[..., list[Path]]:
+    """What draws this model's results. Raises ConfigError if nothing does."""
+    if spec.plot is None:
+        raise ConfigError(f"--plot: plugin {spec.name!r} draws no pictures of its results; leave --plot out")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'mstar-core[plot]'")
+    draw: Callable[..., list[Path]] = load_object(spec.plot, plugin=spec.name)
+    return draw
+
+
+def _check_request(wire: GenerateRequest, *, model: Model, config: EngineConfig) -> None:
+    """Raise RequestError for what would be refused whatever the weights and the media are, before either is read."""
+    spec = model.plugin.spec
+    _, _, params = check_request(wire, spec=spec, model_names=served_names(config, spec))
+    voice, voices = getattr(params, "voice", None), model.voices
+    if voices is not None and isinstance(voice, str):
+        problem = f"voice {voice[:60]!r} is unknown; known:"
+        check_known(voice, voices, problem, param="params.voice", code="unknown_voice")
+
+
+async def _run(
+    config: EngineConfig, wire: GenerateRequest, *, model: Model, out: Path, base: Path,
+    draw: Callable[..., list[Path]] | None,
+) -> int:  # fmt: skip
+    async with started_engine(config, model=model, base=base) as engine:
         handle = await engine.submit(wire)
         outputs = Outputs(handle.request)
         async for chunk in handle:
@@ -346,6 +375,10 @@ async def _run(config: EngineConfig, wire: GenerateRequest, *, out: Path, base: 
         assert handle.result is not None
         try:
             await asyncio.to_thread(outputs.write, out, handle.result)
+            if draw is not None:
+                tensors = {chunk.name: chunk.tensor for chunk in outputs.joined() if isinstance(chunk, TensorChunk)}
+                drawn = await asyncio.to_thread(draw, handle.request, tensors, model.checkpoint.config, out)
+                logger.info("drew %s", ", ".join(path.name for path in drawn) or "nothing: there is nothing to see")
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
         logger.info("%s after %.2f s: wrote %s", handle.result.finish_reason, handle.result.timings["total_s"], out)

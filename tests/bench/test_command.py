@@ -93,8 +93,33 @@ def test_failures_are_told_and_change_the_exit_code(url: str, capsys: pytest.Cap
     # This server sends bare samples whatever it is asked for.
     assert bench("--url", url, "--format", "wav", "--num-requests", "2", "--warmup", "0") == 1
     assert "failed: 2 x" in capsys.readouterr().out
-    assert bench("--url", "http://127.0.0.1:9", "--num-requests", "2", "--warmup", "1") == 1
-    assert "failed: 2 x connection, such as: POST http://127.0.0.1:9" in capsys.readouterr().out
+
+
+def test_a_port_where_nobody_listens_is_told_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--url", "http://127.0.0.1:9", "--num-requests", "2", "--warmup", "1") == 2
+    shown = capsys.readouterr()
+    assert "Error: no server answers at http://127.0.0.1:9" in shown.err and "--url" in shown.err
+    assert not shown.out
+
+
+def test_a_server_that_cannot_work_is_not_measured(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Silence, "do_GET", lambda self: self.send_error(503), raising=False)
+    assert bench("--url", url) == 2
+    assert "cannot work now" in capsys.readouterr().err
+    assert not Silence.asked
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mstar.cli.progress.LINE_INTERVAL_S", 0.2)
+    assert bench("--url", url, "--rate", "10", "--duration", "1", "--warmup", "0") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    counts = [int(line.partition(" requests, 0 failed, after ")[0]) for line in lines]
+    assert counts == sorted(counts) and counts[-1] > counts[0]
 
 
 def test_texts_come_from_a_file(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,7 @@ def test_media_become_data_uris(tmp_path: Any) -> None:
     for source in (b"abc", tmp_path / "a.wav"):
         part = media("video", source, fps=2)
         assert part == {"type": "video", "data": "data:application/octet-stream;base64,YWJj", "fps": 2}
+    assert media("image", "https://a.org/x.png") == {"type": "image", "data": "https://a.org/x.png"}
 
 
 # ---- events -------------------------------------------------------------------------------------------------------

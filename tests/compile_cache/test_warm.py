@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mstar_compile_cache import aot_compile
+from mstar_compile_cache.warm import remove_abandoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -129,6 +131,41 @@ def test_a_second_process_compiles_nothing_from_a_folder_that_was_moved(tmp_path
     (tmp_path / "aside").rename(tmp_path / "entry")
     assert run(COMPILE, str(tmp_path / "entry"), CXX=str(compiler)) == "1 0\n"
     assert set(log.read_text().splitlines()) <= {"--version", "-v"}
+
+
+KILLED = """
+import os, signal, sys
+from mstar_compile_cache.warm import _scratch
+print(_scratch(), flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def test_scratch_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    def start(how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", KILLED, how]
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        return subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
+
+    running, killed = start("running"), start("killed")
+    assert running.stdin is not None and running.stdout is not None
+    in_use, left = Path(running.stdout.readline().strip()), Path(killed.communicate(timeout=60)[0].strip())
+    own = tmp_path / f"mstar-compile-{os.getpid()}-running"
+    unseen = tmp_path / "mstar-compile-999999999-unseen"  # as from a container that shares the folder
+    older, other = tmp_path / "mstar-compile-abc", tmp_path / "mstar-compile-x-1"
+    for folder in (own, unseen, older, other):
+        folder.mkdir()
+    assert in_use.is_dir() and left.is_dir()
+    held = os.open(unseen, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    remove_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {in_use, own, unseen, older, other}
+    os.close(held)
+    remove_abandoned(tmp_path)
+    running.communicate("", timeout=60)
+    assert set(tmp_path.iterdir()) == {own, older, other}
 
 
 def test_a_module_that_writes_to_its_buffers_is_refused(tmp_path: Path) -> None:

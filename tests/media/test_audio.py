@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import io
 import struct
 import wave
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from mstar.errors import RequestError
-from mstar.media.audio import decode_audio, encode_pcm, encode_wav, read_data_uri, to_int16, wav_header
+from mstar.media.audio import decode_audio, encode_pcm, encode_wav, to_int16, wav_header
 
 TONE = (np.sin(np.arange(2400) / 10) * 0.5).astype(np.float32)
 
@@ -49,10 +48,3 @@ def test_what_is_no_audio_is_the_clients_fault(data: bytes) -> None:
 def test_audio_over_the_limit_is_refused() -> None:
     with pytest.raises(RequestError, match="longer than 0.1 s"):
         decode_audio(encode_wav(TONE, sample_rate=8000), max_s=0.1)
-
-
-def test_data_uris_are_read_strictly() -> None:
-    assert read_data_uri("data:audio/wav;base64," + base64.b64encode(b"abc").decode()) == b"abc"
-    for bad in ("abc", "data:audio/wav,abc", "data:audio/wav;base64,a b=", "http://host/x.wav"):
-        with pytest.raises(RequestError):
-            read_data_uri(bad)

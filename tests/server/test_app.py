@@ -160,6 +160,17 @@ def test_models_give_their_limits(serving: Callable[..., Any]) -> None:
     run(scenario())
 
 
+def test_routes_are_told_as_clients_write_them(serving: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        async with listening(serving) as (client, _):
+            message = error_of(await client.get("/nowhere"), 404)["message"]
+            assert "GET /v1/models/{name}," in message and ":path" not in message
+            message = error_of(await client.get("/v1/models/tiny?x=1"), 400)["message"]
+            assert message.startswith("/v1/models/{name} takes no query parameters")
+
+    run(scenario())
+
+
 def test_health_is_about_the_model_and_ready_about_the_next_request(serving: Callable[..., Any]) -> None:
     async def scenario() -> None:
         async with listening(serving, max_num_seqs=1, max_queue=0, step_s=0.02) as (client, served):

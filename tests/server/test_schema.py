@@ -127,7 +127,7 @@ def test_a_generate_request_is_narrowed_to_what_the_model_takes(parrot_spec: Mod
     echo = loader.load("echo").spec
     fields = properties(document(echo), "GenerateRequest")
     names = [reference.rpartition("/")[2] for reference in references(fields["inputs"])]
-    assert names == ["TextInput", "TokensInput", "TensorInput"]
+    assert names == ["TextInput", "TokensInput", "TensorInput", "ImageInput", "AudioInput", "VideoInput"]
     assert fields["messages"] == {"type": "null"}  # no task takes them
     tensor = found["components"]["schemas"]["TensorValue"]
     assert sorted(tensor["properties"]) == sorted(tensor["required"]) == ["data", "dtype", "shape"]

@@ -23,7 +23,8 @@ from mstar.plugin.graph import KV, Method, Port
 from mstar.worker import graphs
 from mstar.worker.ahead import look_ahead
 from mstar.worker.finish import Finished, finish
-from mstar.worker.graphs import GraphRunner, buckets, varies
+from mstar.worker.graphs import GraphRunner, buckets
+from mstar.worker.modules import varies
 
 UNIT = "lm.frame, depth.start, 3 × depth.step, depth.sum"
 WAITS = (

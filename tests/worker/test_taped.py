@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from mstar.ipc.messages import Emit, Failed
 from mstar.layers.sampling.native import NOT_FINITE
+from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Running, Step, finish
 from mstar.worker.modules import MethodCode, Output
 from mstar.worker.scheduler import Batch
@@ -39,6 +43,106 @@ def run_two(worker: Any) -> list[str]:
     while worker.step() is not None:
         pass
     return names
+
+
+def test_batches_that_compiled_code_cannot_do_run_eagerly_and_are_told_once(
+    parts: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = parts()
+    caplog.set_level("INFO", logger="mstar.worker")
+
+    def never(*_: Tensor) -> list[Tensor]:
+        raise AssertionError("it ran")
+
+    code = put(worker, never)["step"]
+    code.most_rows = 1
+    names = run_two(worker)
+    assert not worker.messages(Failed)
+    assert code.num_eager > 1 and not code.num_runs
+    assert [message for message in caplog.messages if "eagerly" in message] == [
+        "depth.step is compiled, but runs eagerly in some batches: 2 rows; compiled code takes at most 1"
+    ]
+    assert not any(map(worker.is_open, names))
+
+
+def test_a_method_whose_input_is_absent_is_told_by_its_port(
+    parts: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = parts()
+    put(worker, lambda draws, number, code: [code])
+    caplog.set_level("INFO", logger="mstar.worker")
+    ops = [op for program in worker.router.programs.values() for op in program.ops if isinstance(op, Run)]
+    run = next(run for op in ops for run in op.runs if run.key == ("depth", "step"))
+    for _ in range(2):
+        assert worker.runner.taper.call(run, SimpleNamespace(num_rows=2), {"code": None}, [], None) is None
+    assert caplog.messages == [
+        "depth.step is compiled, but runs eagerly in some batches: its input 'code' is absent, or not of the shape and "
+        "dtype that its code takes"
+    ]
+
+
+DROPPED = """
+import gc, sys, time, weakref
+from dataclasses import replace
+sys.path[:0] = sys.argv[1:]
+from conftest import Parts
+from native_calls import PythonCode
+from test_taped import CODE, PARAMS
+from mstar.worker.modules import MethodCode
+from mstar.worker.tape import Queue
+from mstar.worker.taped import Taper
+
+seen, gone = [], []
+
+def slow(draws, number, code):
+    time.sleep(0.3)
+    seen.append(len(gone))
+    return [code]
+
+class Program:
+    def __init__(self, code):
+        self.code = code
+
+class Launched(Exception):
+    pass
+
+def start():
+    worker = Parts(enforce_eager=True)
+    code = PythonCode(slow).method(["draws", "slot number", "port code"], [CODE], ["depth"])
+    code = replace(code, program=Program(code.program.code))
+    weakref.finalize(code.program, gone.append, 1)  # as compiled code is deleted
+    worker.modules.queue = queue = Queue(threads=1)
+    worker.modules["depth"].codes["step"] = MethodCode(code, None, most_rows=32)
+    worker.runner.taper = Taper(worker.runner, queue=queue)
+    usual = worker.runner.run
+
+    def run(batch):
+        if batch.key != ("depth", "step"):
+            return usual(batch)
+        worker.steps = [worker.runner.launch(batch)]
+        raise Launched
+
+    worker.runner.run = run
+    worker.open("nested", "the same length", **PARAMS)
+    try:
+        while True:
+            worker.step()
+    except Launched:
+        assert not worker.steps[0].running.tape.is_done
+    return weakref.ref(worker.modules), weakref.ref(queue)
+
+references = start()
+gc.collect()
+print(seen, gone, [reference() for reference in references])
+"""
+
+
+def test_a_worker_that_is_dropped_while_a_tape_runs_waits_for_it() -> None:
+    folder = Path(__file__).parent
+    command = [sys.executable, "-c", DROPPED, str(folder), str(folder.parent / "harness")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert answer.stdout == "[0] [1] [None, None]\n"
 
 
 @pytest.mark.parametrize("num_good", [0, 1])

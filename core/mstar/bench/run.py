@@ -20,7 +20,8 @@ from mstar import __version__
 from mstar.bench.arrivals import arrivals, closed_loop, open_loop
 from mstar.bench.measure import Job, Sample, measure
 from mstar.bench.report import distribution, server_lag, summarize
-from mstar.client import AsyncClient, ClientError
+from mstar.client import APIError, AsyncClient, ClientError, ConnectionFailed
+from mstar.errors import ConfigError
 
 _TICK_S = 0.01
 _NULL_CHUNKS, _NULL_BYTES, _NULL_ROUNDS = 12, 8192, 4  # a short answer, about two seconds of audio
@@ -44,7 +45,11 @@ class Plan:
 
 
 async def run(plan: Plan, *, on_sample: Callable[[Sample], None]) -> tuple[dict[str, Any], list[Sample]]:
-    """Carry a plan out. Cancelling it ends the load; the report holds what there is then."""
+    """Carry a plan out. Cancelling it ends the load; the report holds what there is then.
+
+    Raises ConfigError if there is no server, or it says that it cannot work.
+    """
+    await _check_server(plan)
     floor = await _floor(plan)
     limits: dict[str, Any] = {"num_requests": plan.num_requests, "duration_s": plan.duration_s}
     samples: list[Sample] = []
@@ -88,6 +93,19 @@ async def run(plan: Plan, *, on_sample: Callable[[Sample], None]) -> tuple[dict[
         "samples": [dataclasses.asdict(sample) for sample in sorted(samples, key=lambda sample: sample.number)],
     }
     return report, samples
+
+
+async def _check_server(plan: Plan) -> None:
+    seconds = min(plan.job.timeout_s, 30)
+    async with AsyncClient(plan.url, api_key=plan.api_key, timeout=seconds, max_retries=0) as client:
+        try:
+            await client.health()
+        except ConnectionFailed as error:
+            wanted = "start one with 'mstar serve', or give its address with --url"
+            raise ConfigError(f"no server answers at {plan.url} ({error}); {wanted}") from error
+        except ClientError as error:  # other servers may have no such route
+            if isinstance(error, APIError) and error.status == 503:
+                raise ConfigError(f"the server at {plan.url} cannot work now: {error}") from error
 
 
 async def _metrics(client: AsyncClient) -> str:

@@ -21,6 +21,10 @@ from mstar.cli.show import graph, plugins
 from mstar.config import suggest
 from mstar.errors import MstarError
 
+# Flags that other servers have, and what there is instead.
+_NOT_YET = {
+    "--tensor-parallel-size": "it arrives with placement on several processes; until then one process serves a model",
+}
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
@@ -49,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = cli.main(args=arguments, prog_name="mstar", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.option_name in _NOT_YET:
+            said = f"there is no {error.option_name} yet: {_NOT_YET[error.option_name]}"
+            error = click.UsageError(said, ctx=error.ctx)
         error.show()
         code = error.exit_code
     except MstarError as error:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from mstar.cli.progress import repeated
 from mstar.cli.run import read_params
 from mstar.errors import ConfigError
 
@@ -71,13 +75,16 @@ def speech(ctx: click.Context, text_file: TextIO | None, **given: Any) -> None:
 
     from mstar.bench import report
     from mstar.bench.measure import Job
-    from mstar.bench.run import Plan
+    from mstar.bench.run import Plan, run
 
     given["concurrency"] = given["concurrency"] or 8
     given["num_requests"] = given["num_requests"] or (None if given["duration_s"] else 32)
     voice = {} if given["voice"] is None else {"voice": given["voice"]}
     job = Job(fields=read_params(given["params"]) | voice, **_only(Job, given))
-    answer, samples = _run_with_a_bar(Plan(job=job, **_only(Plan, given)))
+    show = _bar if sys.stderr.isatty() else _lines
+    plan = Plan(job=job, **_only(Plan, given))
+    with show(plan) as on_sample:
+        answer, samples = asyncio.run(run(plan, on_sample=on_sample))
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 140).print(report.table(answer))
@@ -112,11 +119,10 @@ def _only(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
-def _run_with_a_bar(plan: Plan) -> tuple[dict[str, Any], list[Sample]]:
+@contextlib.contextmanager
+def _bar(plan: Plan) -> Iterator[Callable[[Sample], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from mstar.bench.run import run
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[failed]} failed"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -126,4 +132,22 @@ def _run_with_a_bar(plan: Plan) -> tuple[dict[str, Any], list[Sample]]:
             failed = progress.tasks[0].fields["failed"] + (sample.failure is not None)
             progress.update(bar, advance=1, failed=failed)
 
-        return asyncio.run(run(plan, on_sample=on_sample))
+        yield on_sample
+
+
+@contextlib.contextmanager
+def _lines(plan: Plan) -> Iterator[Callable[[Sample], None]]:
+    """A line to stderr every ten seconds, and at the end."""
+    total = "" if plan.num_requests is None else f"/{plan.num_requests}"
+    started, counts = time.monotonic(), [0, 0]
+
+    def tell() -> None:
+        seconds = time.monotonic() - started
+        click.echo(f"{counts[0]}{total} requests, {counts[1]} failed, after {seconds:.0f} s", err=True)
+
+    def on_sample(sample: Sample) -> None:
+        counts[:] = counts[0] + 1, counts[1] + (sample.failure is not None)
+
+    with repeated(tell):
+        yield on_sample
+        tell()

@@ -14,6 +14,7 @@ import click
 
 from mstar import config
 from mstar.cli import options
+from mstar.cli.progress import repeated
 
 if TYPE_CHECKING:
     from mstar.worker.compiled import Progress
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # what does not change what is compiled, and what cannot be had with it
 _WITHOUT = (
     "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "request_timeout_s", "stall_timeout_s", "seed",
-    "compile", "enforce_eager", "batch_invariant",
+    "allowed_media_domains", "allowed_local_media_path", "max_media_bytes", "media_memory_bytes", "max_image_pixels",
+    "max_video_frames", "media_timeout_s", "compile", "enforce_eager", "batch_invariant",
 )  # fmt: skip
 
 
@@ -42,8 +44,7 @@ def compile_model(ctx: click.Context, config_file: Path | None, log_level: str, 
     everything = dict.fromkeys((*known, *config.flags(config.ServerConfig)))
     found = options.collect(everything | given, config_file)
     settings = {name: value for name, value in found.items() if name in known} | {"compile": True}
-    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
-    engine = config.EngineConfig(**settings)
+    engine = options.engine_config(settings)
 
     from mstar import launch, observe
     from mstar.layers import kernels
@@ -97,9 +98,21 @@ class Watch:
 
 @contextlib.contextmanager
 def _shown(*, is_bar: bool) -> Iterator[Progress]:
-    """On a terminal a bar, else a line for each."""
+    """On a terminal a bar with the seconds of what is under way, else a line for each, again while it lasts."""
     if not is_bar:
-        yield lambda name, index, total: click.echo(f"[{index + 1}/{total}] {name}", err=True)
+        line, started = "", 0.0
+
+        def tell() -> None:
+            if line and (seconds := time.monotonic() - started) >= 1:
+                click.echo(f"{line}: {seconds:.0f} s so far", err=True)
+
+        def show(name: str, index: int, total: int) -> None:
+            nonlocal line, started
+            line, started = f"[{index + 1}/{total}] {name}", time.monotonic()
+            click.echo(line, err=True)
+
+        with repeated(tell):
+            yield show
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -107,7 +120,7 @@ def _shown(*, is_bar: bool) -> Iterator[Progress]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda name, index, total: progress.update(bar, description=name, completed=index, total=total)
+        yield lambda name, index, total: progress.reset(bar, description=name, completed=index, total=total)
 
 
 def _state(watch: Watch, name: str) -> dict[str, Any]:

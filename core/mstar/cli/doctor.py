@@ -28,9 +28,16 @@ SHARED_MEMORY_BYTES = 64 * 1024**2
 _FAILURES = (ImportError, OSError, OverflowError, subprocess.SubprocessError, MstarError)
 
 
+class _Noted(MstarError):
+    """Something to know that keeps nothing from serving."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to look at. A failure is a problem that keeps mstar from serving, or else a note of what it costs."""
+    """One thing to look at. A failure is a problem that keeps mstar from serving, or else a note of what it costs.
+
+    A look that raises `_Noted` has a note without a remedy.
+    """
 
     subject: str
     look: Callable[[], str]
@@ -40,12 +47,14 @@ class Check:
     def run(self) -> bool:
         """Print a line or two; whether mstar can serve, as far as this goes."""
         try:
-            state, detail = "ok", self.look()
+            state, detail, remedy = "ok", self.look(), ""
+        except _Noted as error:
+            state, detail, remedy = "note", str(error), ""
         except _FAILURES as error:
-            state, detail = "problem" if self.is_vital else "note", str(error) or repr(error)
+            state, detail, remedy = "problem" if self.is_vital else "note", str(error) or repr(error), self.remedy
         click.echo(f"{state:8}{self.subject:15}{detail}")
-        if state != "ok":
-            click.echo(f"{'':23}-> {self.remedy}")
+        if remedy:
+            click.echo(f"{'':23}-> {remedy}")
         return state != "problem"
 
 
@@ -86,9 +95,9 @@ def checks(host: str, *, port: int) -> list[Check]:
         Check("torch", _torch, "pip install --force-reinstall torch"),
         Check("threads", _threads, "leave OMP_NUM_THREADS out, or pass --threads"),
         Check("device", _device, "install a driver that fits, or go on with --device cpu", is_vital=False),
-        Check("attention", _attention, "pip install 'mstar-core[cuda]'", is_vital=False),
+        Check("compiler", _compiler, "install g++, or set CXX to a C++ compiler that works", is_vital=False),
+        Check("attention", _attention, "pip install 'mstar-core[cuda]' on CUDA, else g++ (or CXX)", is_vital=False),
         *(plugins or [Check("plugins", partial(options.choose_plugin, None), "pip install mstar-plugin-NAME")]),
-        Check("compiler", _compiler, "install g++ or set CXX; attention on a CPU is slow without", is_vital=False),
         Check("cache folder", _cache, "set MSTAR_CACHE to a folder that can be written"),
         Check("shared memory", _shared_memory, shared, is_vital=False),
         Check("address", partial(_address, host, port=port), "free it, or choose others with --host and --port"),
@@ -124,7 +133,13 @@ def _device() -> str:
 def _attention() -> str:
     import torch
 
-    return f"flashinfer {metadata.version('flashinfer-python')}" if torch.cuda.is_available() else "our own kernels"
+    if torch.cuda.is_available():
+        return f"flashinfer {metadata.version('flashinfer-python')}"
+    try:
+        _compiler()
+    except _FAILURES as error:
+        raise ConfigError("plain torch, which is slower, as no C++ compiler works to build our own kernels") from error
+    return "our own kernels"
 
 
 def _plugin(name: str, *, found: str) -> str:
@@ -152,21 +167,31 @@ def _checkpoint(plugin: str, *, model: str) -> str:
 
 
 def _downloaded(repository: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     try:
         return Path(snapshot_download(repository, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
-        wrong = (
-            "is not in the hub's cache (HF_HOME); 'mstar serve' downloads it at its start, unless HF_HUB_OFFLINE is set"
-        )
-        raise ConfigError(f"{repository!r} {wrong}") from error
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{repository!r} is no hub id: {error}") from error
+    except errors.LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            wrong = "is not in the hub's cache (HF_HOME), and HF_HUB_OFFLINE is set"
+            raise ConfigError(f"{repository!r} {wrong}") from error
+        raise _Noted(f"{repository!r} will be downloaded from the hub at first use; it is not here yet") from error
 
 
 def _compiler() -> str:
-    command = [config.environment().compiler, "--version"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    return f"{command[0]}: {answer.stdout.splitlines()[0]}"
+    """Which compiler builds kernels, seen by building a very small one."""
+    from mstar.layers import kernels
+
+    compiler = config.environment().compiler
+    try:
+        kernels.try_compiler(compiler)
+    except subprocess.CalledProcessError as error:
+        reason = " ".join(str(error.stderr).split())[-200:] or f"it ends with {error.returncode}"
+        raise ConfigError(f"{compiler} compiles nothing: {reason}") from error
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    return f"{compiler}: {next(iter(answer.stdout.splitlines()), 'it works')}"
 
 
 def _cache() -> str:

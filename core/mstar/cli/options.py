@@ -69,6 +69,18 @@ def collect(given: dict[str, Any], file: Path | None) -> dict[str, Any]:
     return found | {name: value for name, value in given.items() if value is not None}
 
 
+def engine_config(settings: dict[str, Any]) -> config.EngineConfig:
+    """The engine's settings, with a plugin that is there and a model that may be. Raises ConfigError, before torch is
+    imported, or PluginError.
+    """
+    from mstar.plugin import checkpoint, loader
+
+    settings = settings | {"plugin": choose_plugin(settings.get("plugin"))}
+    engine = config.EngineConfig(**settings)
+    checkpoint.check(loader.load(engine.plugin).spec, engine.model)
+    return engine
+
+
 def choose_plugin(name: str | None) -> str:
     """The plugin asked for, or the only one installed. ConfigError otherwise, naming those installed."""
     from mstar.plugin import loader

@@ -15,12 +15,23 @@ from mstar.cli import options
 from mstar.errors import RequestError
 
 # what only a server has; --seed is the request's here
-_SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed")
+_SERVER_ONLY = (
+    "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed",
+    "allowed_local_media_path",
+)  # fmt: skip
 
 
 @click.command()
 @click.option("--request", "request_file", metavar="FILE", help="JSON request, as for POST /v1/generate; -: stdin")
-@click.option("--text", help="instead of --request: a request with this text")
+@click.option("--text", help="instead of --request: a request with this text, after what these name:")
+@click.option("--image", "images", multiple=True, metavar="FILE|URL", help="an image; repeatable")
+@click.option("--video", "videos", multiple=True, metavar="FILE|URL", help="a video; repeatable")
+@click.option("--audio", "audios", multiple=True, metavar="FILE|URL", help="a sound; repeatable")
+@click.option(
+    "--tensor", "tensors", multiple=True, metavar="NAME=FILE",
+    help="the tensor of this name in a safetensors file; repeatable",
+)  # fmt: skip
+@click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, spread  [default: the task's]")
 @click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
 @click.option("--voice", help="the same as --param voice=NAME")
 @click.option(
@@ -32,15 +43,25 @@ _SERVER_ONLY = ("served_model_name", "max_queue", "session_ttl_s", "max_sessions
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("mstar-out"), show_default=True,
     metavar="DIR", help="folder for result.json, tensors and media",
 )  # fmt: skip
+@click.option("--plot", is_flag=True, help="draw what came of it, as PNG files beside the tensors")
 @options.settings(config.EngineConfig, without=_SERVER_ONLY)
 @options.only(config.ServerConfig, "log_level")
 @options.config_option
 def run(
-    request_file: str | None, text: str | None, task: str | None, voice: str | None, params: tuple[str, ...],
-    seed: int | None, out: Path, config_file: Path | None, **given: Any,
+    request_file: str | None, text: str | None, images: tuple[str, ...], videos: tuple[str, ...],
+    audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None,
+    params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Answer one request and write result.json, tensors.safetensors and media files."""
-    request, base = _request(request_file, text)
+    if num_frames is not None and not videos:
+        raise click.UsageError("--num-frames chooses frames of a --video; there is none")
+    sampling = {} if num_frames is None else {"num_frames": num_frames}
+    inputs: list[dict[str, Any]] = [{"type": "image", "data": source} for source in images]
+    inputs += [{"type": "video", "data": source} | sampling for source in videos]
+    inputs += [{"type": "audio", "data": source} for source in audios]
+    inputs += [_tensor(pair) for pair in tensors]
+    inputs += [] if text is None else [{"type": "text", "text": text}]
+    request, base = _request(request_file, inputs)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
     more = read_params(params) | ({} if voice is None else {"voice": voice})
     own = request.get("params") or {}
@@ -48,21 +69,20 @@ def run(
         request["params"] = own | more
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)
-    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
-    engine = config.EngineConfig(**settings)
+    engine = options.engine_config(settings)
 
     from mstar import launch, observe
 
     observe.setup_logging(log_level)
-    sys.exit(launch.run(engine, request, out=out, base=base))
+    sys.exit(launch.run(engine, request, out=out, base=base, plot=plot))
 
 
-def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
+def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Path]:
     """The request, and the folder that relative paths in it start from."""
-    if (file is None) == (text is None):
-        raise click.UsageError("give either --request FILE or --text TEXT")
+    if (file is None) == (not inputs):
+        raise click.UsageError("give either --request FILE or --text TEXT, with or without media")
     if file is None:
-        return {"inputs": [{"type": "text", "text": text}]}, Path.cwd()
+        return {"inputs": inputs}, Path.cwd()
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -72,6 +92,13 @@ def _request(file: str | None, text: str | None) -> tuple[dict[str, Any], Path]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"--request {file}: not JSON of a request ({error}); a request is a JSON object") from error
     return request, Path.cwd() if file == "-" else Path(file).absolute().parent
+
+
+def _tensor(pair: str) -> dict[str, Any]:
+    name, equals, file = pair.partition("=")
+    if not name or not equals:
+        raise click.BadParameter(f"{pair!r}: expected NAME=FILE", param_hint="--tensor")
+    return {"type": "tensor", "name": name, "tensor": {"file": file, "name": name}}
 
 
 def read_params(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -32,8 +32,7 @@ def serve(positional_model: str | None, config_file: Path | None, **given: Any) 
     if environment.api_key is not None:
         settings.setdefault("api_key", (environment.api_key,))
     server = config.ServerConfig(**{n: settings.pop(n) for n in config.flags(config.ServerConfig) if n in settings})
-    settings["plugin"] = options.choose_plugin(settings.get("plugin"))
-    engine = config.EngineConfig(**settings)
+    engine = options.engine_config(settings)
 
     from mstar import launch, observe
 

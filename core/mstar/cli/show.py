@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _LISTS = ("tasks", "modalities_in", "modalities_out", "endpoints")
 _COLUMNS = ("name", "version", "distribution", "tasks", "modalities_in", "modalities_out", "checkpoint", "error")
-_SUFFIXES = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid"}
+_SUFFIXES = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid", ".txt": "text"}
 
 
 @click.command()
@@ -67,6 +67,9 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
 @click.option("--plans", "style", flag_value="plans", help="show which loops run as one method; --format plans")
 def graph(plugin: str | None, model: str | None, style: str | None, output: Path | None) -> None:
     """Draw a model's nodes, walks and streams, or print its loops' plans."""
+    if output is not None and style is None and output.suffix not in _SUFFIXES:
+        problem = f"{output}: nothing is drawn by suffix {output.suffix!r}"
+        raise click.BadParameter(f"{problem}; use {', '.join(_SUFFIXES)}, or add --format", param_hint="--output")
     from mstar.plugin import draw, loader
     from mstar.plugin.spec import narrowed
     from mstar.plugin.validate import validate
@@ -78,7 +81,7 @@ def graph(plugin: str | None, model: str | None, style: str | None, output: Path
 
         configuration = checkpoint.resolve(spec, model).config
         spec = narrowed(spec, configuration)
-    style = style or (_SUFFIXES.get(output.suffix, "text") if output else "text")
+    style = style or (_SUFFIXES[output.suffix] if output else "text")
     declared = spec.graph(configuration)
     validate(declared, spec)
     drawing = draw.plans(declared, spec) if style == "plans" else getattr(draw, style)(declared)

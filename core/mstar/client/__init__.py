@@ -2,11 +2,12 @@
 
 from mstar.client.aio import AsyncClient, AsyncStream
 from mstar.client.errors import APIError, ClientError, ConnectionFailed, StreamBroken
-from mstar.client.parts import media, tensor
+from mstar.client.parts import image, media, tensor, video
 from mstar.client.results import Audio, Event, Image, Output, Progress, Result, Speech, Tensor, Text
 from mstar.client.sync import Client, Stream
 
 __all__ = [
     "APIError", "AsyncClient", "AsyncStream", "Audio", "Client", "ClientError", "ConnectionFailed", "Event", "Image",
-    "Output", "Progress", "Result", "Speech", "Stream", "StreamBroken", "Tensor", "Text", "media", "tensor",
+    "Output", "Progress", "Result", "Speech", "Stream", "StreamBroken", "Tensor", "Text", "image", "media", "tensor",
+    "video",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, Generic, Self, Unpack
 
 import httpx
@@ -11,10 +11,11 @@ import httpx
 from mstar.client import wire
 from mstar.client.errors import ClientError, ConnectionFailed, StreamBroken, translated
 from mstar.client.results import Event, Result, Speech
+from mstar.client.tasks import Tasks
 from mstar.client.wire import EventDecoder, GenerateFields, Item, Reader, SpeechDecoder, Value
 
 
-class AsyncClient:
+class AsyncClient(Tasks[Coroutine[Any, Any, Result], "AsyncStream[Event, EventDecoder]"]):
     """`Client` for asyncio: the same arguments and methods; see there."""
 
     def __init__(
@@ -85,6 +86,9 @@ class AsyncClient:
         with translated(StreamBroken, "the answer broke off"):
             await response.aread()
         return call.read(response)
+
+    def _stream(self, call: wire.Call[EventDecoder]) -> AsyncStream[Event, EventDecoder]:
+        return AsyncStream(self, call)
 
 
 class AsyncStream(Generic[Item, Reader]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,35 @@ def tensor(name: str, value: Any) -> dict[str, Any]:
     return {"type": "tensor", "name": name, "tensor": fields}
 
 
-def media(kind: Literal["audio", "image", "video"], source: bytes | Path, **fields: Any) -> dict[str, Any]:
-    """An audio, image or video file, or its bytes. `fields`: what such a part takes besides."""
+def media(kind: Literal["audio", "image", "video"], source: bytes | Path | str, **fields: Any) -> dict[str, Any]:
+    """An audio, image or video file, its bytes, or a URL that the server may fetch. `fields`: what the part takes."""
+    if isinstance(source, str):
+        if not source.startswith(("http://", "https://", "data:")):
+            raise TypeError(f"{source[:60]!r} is no URL; give a file as pathlib.Path")
+        return {"type": kind, "data": source, **fields}
     data = source.read_bytes() if isinstance(source, Path) else source
     uri = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
     return {"type": kind, "data": uri, **fields}
+
+
+def image(source: Any) -> dict[str, Any]:
+    """An image: what `media` takes, a PIL image, or uint8 (H, W, 3), from NumPy or torch; these are sent as PNG."""
+    if isinstance(source, bytes | Path | str):
+        return media("image", source)
+    from PIL import Image
+
+    file = io.BytesIO()
+    (source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source))).save(file, "PNG")
+    return media("image", file.getvalue())
+
+
+def video(source: Any, **fields: Any) -> dict[str, Any]:
+    """A video: what `media` takes, or frames, uint8 (T, H, W, 3), from NumPy or torch, which are sent as they are.
+
+    Args:
+        fields: of a file one of `fps`, `num_frames` and `frame_indices`, or none for what the task usually takes; of
+            frames `fps`, their rate.
+    """
+    if isinstance(source, bytes | Path | str):
+        return media("video", source, **fields)
+    return {"type": "video", "frames": tensor("frames", source)["tensor"], **fields}

@@ -74,6 +74,15 @@ class Result:
     def tensors(self) -> dict[str, np.ndarray | TorchTensor]:
         return {output.name: output.tensor for output in self.outputs if isinstance(output, Tensor)}
 
+    def __getitem__(self, name: str) -> Any:
+        """The tensor called `name`, which is an attribute too unless the result has one of this name."""
+        return self.tensors[name]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in (known := self.tensors):
+            raise AttributeError(f"the result has no {name!r}; its tensors: {', '.join(self.tensors) or 'none'}")
+        return known[name]
+
 
 class Speech(bytes):
     """A whole audio file, as `client.speech` gives it.
@@ -121,8 +130,8 @@ def read_result(fields: Mapping[str, Any], *, outputs: Iterable[Output] | None =
     return Result(**known, outputs=tuple(read if outputs is None else outputs), raw=fields)
 
 
-def read_output(fields: Mapping[str, Any], *, kind: str) -> Any:
-    """An entry of a result, or an event of a stream; an `Event`."""
+def read_output(fields: Mapping[str, Any], *, kind: str, as_torch: bool = False) -> Any:
+    """An entry of a result, or an event of a stream; an `Event`. `as_torch`: whether tensors are torch's."""
     index = fields.get("index", 0)
     if kind == "text":
         return Text(fields["text"], tuple(fields["token_ids"]), index, tuple(fields.get("logprobs", ())))
@@ -134,7 +143,7 @@ def read_output(fields: Mapping[str, Any], *, kind: str) -> Any:
         pixels = np.asarray(Pillow.open(io.BytesIO(_data(fields))).convert("RGB"))
         return Image(pixels, index, fields.get("partial", False))
     if kind in ("tensor", "tensors"):
-        return Tensor(fields["name"], _read_tensor(fields), index, tuple(fields.get("start", ())))
+        return Tensor(fields["name"], _read_tensor(fields, as_torch=as_torch), index, tuple(fields.get("start", ())))
     if kind == "progress":
         return Progress(fields["step"], fields["total"])
     raise ClientError(f"the server sent {kind!r}, which this client does not know; upgrade mstar-core here")
@@ -152,12 +161,18 @@ def _data(fields: Mapping[str, Any]) -> bytes:
     return base64.b64decode(fields["data"], validate=True)
 
 
-def _read_tensor(fields: Mapping[str, Any]) -> Any:
-    data, dtype, shape = bytearray(_data(fields)), fields["dtype"], fields["shape"]
+def _read_tensor(fields: Mapping[str, Any], *, as_torch: bool) -> Any:
+    """`fields["data"]` is base64, or memory that the tensor may be a view of."""
+    data = fields["data"] if isinstance(fields["data"], memoryview) else bytearray(_data(fields))
+    dtype, shape = fields["dtype"], fields["shape"]
     if dtype != "bfloat16":
-        return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+        array = np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+        if not as_torch:
+            return array
     import torch
 
+    if dtype != "bfloat16":
+        return torch.from_numpy(array)
     return torch.frombuffer(data, dtype=torch.bfloat16).reshape(shape) if data else torch.empty(shape).bfloat16()
 
 

@@ -11,10 +11,11 @@ import httpx
 from mstar.client import wire
 from mstar.client.errors import ConnectionFailed, StreamBroken, translated
 from mstar.client.results import Event, Result, Speech
+from mstar.client.tasks import Tasks
 from mstar.client.wire import EventDecoder, GenerateFields, Item, Reader, SpeechDecoder, Value
 
 
-class Client:
+class Client(Tasks[Result, "Stream[Event, EventDecoder]"]):
     """Talks to one server.
 
     Args:
@@ -101,6 +102,9 @@ class Client:
         with translated(StreamBroken, "the answer broke off"):
             response.read()
         return call.read(response)
+
+    def _stream(self, call: wire.Call[EventDecoder]) -> Stream[Event, EventDecoder]:
+        return Stream(self, call)
 
 
 class Stream(Generic[Item, Reader]):

@@ -24,6 +24,7 @@ Item = TypeVar("Item")
 Reader = TypeVar("Reader", bound="EventDecoder | SpeechDecoder")
 Fields = Mapping[str, Any]
 
+GENERATE = "/v1/generate"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
@@ -36,6 +37,7 @@ class Call(Generic[Value]):
 
     Args:
         read: what an answer means; of a stream, which decoder reads its body.
+        accept: the media type that the answer is to have; None: the route's own.
         answers: statuses that are answers too.
         may_retry: whether a busy server (429, 503) is worth asking again.
     """
@@ -44,6 +46,7 @@ class Call(Generic[Value]):
     path: str
     read: Callable[[httpx.Response], Value]
     body: Fields | None = None
+    accept: str | None = None
     answers: tuple[int, ...] = ()
     may_retry: bool = True
 
@@ -52,6 +55,7 @@ class Call(Generic[Value]):
         if self.body is None:
             return http.build_request(self.method, self.path)
         content, headers = msgspec.json.encode(self.body), {"Content-Type": "application/json"}
+        headers |= {"Accept": self.accept} if self.accept else {}
         return http.build_request(self.method, self.path, content=content, headers=headers)
 
     def is_answered_by(self, response: httpx.Response) -> bool:
@@ -99,15 +103,13 @@ class GenerateFields(TypedDict, total=False):
 def generate(text: str | None, fields: GenerateFields) -> Call[Result]:
     """A whole answer."""
     body = _native(text, fields)
-    return Call(
-        method="POST", path="/v1/generate", body=body, read=lambda response: read_result(_decode(response.content))
-    )
+    return Call(method="POST", path=GENERATE, body=body, read=lambda response: read_result(_decode(response.content)))
 
 
 def stream(text: str | None, fields: GenerateFields) -> Call[EventDecoder]:
     """An answer in events."""
     body = _native(text, fields) | {"stream": True}
-    return Call(method="POST", path="/v1/generate", body=body, read=EventDecoder)
+    return Call(method="POST", path=GENERATE, body=body, read=EventDecoder)
 
 
 def _native(text: str | None, fields: GenerateFields) -> dict[str, Any]:
@@ -188,7 +190,8 @@ class _Lines:
 class EventDecoder:
     """NDJSON to events; `result` is there once the stream has ended. Raises APIError for an error event."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, response: httpx.Response, *, as_torch: bool = False) -> None:
+        self._as_torch = as_torch
         self._headers = response.headers
         self._lines = _Lines()
         self._outputs = Outputs()
@@ -207,7 +210,7 @@ class EventDecoder:
             if kind == "done":
                 self._result = read_result(fields, outputs=self._outputs.joined())
             else:
-                event: Event = read_output(fields, kind=kind)
+                event: Event = read_output(fields, kind=kind, as_torch=self._as_torch)
                 self._outputs.add(event)
                 yield event
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ def _store(root: Path) -> Store:
         return Store(root)
     except (StoreError, OSError) as error:
         raise ConfigError(f"no compiled code can be kept in {root} (MSTAR_CACHE): {error}") from error
+
+
+@functools.cache
+def try_compiler(compiler: str) -> None:
+    """Build and open a kernel that does nothing. Raises OSError or SubprocessError where that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder, "nothing.cpp"), Path(folder, _BUILT)
+        source.write_text('extern "C" int nothing() { return 0; }\n')
+        _run(compiler, *_FLAGS, "-shared", str(source), "-o", str(built))
+        ctypes.CDLL(str(built))
 
 
 def _open(source: Path, *, compiler: str, store: Store, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:

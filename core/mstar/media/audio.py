@@ -1,18 +1,18 @@
-"""Audio: float32 samples to 16-bit PCM and WAV, audio files and data URIs to float32. Used in every process.
+"""Audio: float32 samples to 16-bit PCM and WAV, audio files to float32. Used in every process.
 
-One conversion everywhere: clamp to -1..1, times 32767, truncation toward zero. Fetches nothing over the network.
+One conversion everywhere: clamp to -1..1, times 32767, truncation toward zero.
 """
 
 from __future__ import annotations
 
-import binascii
-import io
 import struct
 
 import av
 import numpy as np
 
 from mstar.errors import RequestError
+from mstar.media.container import open_container
+from mstar.media.policy import Budget
 
 STREAMED_BYTES = 0xFFFFFFFF
 """The size a WAV header states when the length is not known yet."""
@@ -44,37 +44,29 @@ def encode_wav(samples: np.ndarray, *, sample_rate: int) -> bytes:
     return wav_header(sample_rate=sample_rate, data_bytes=len(data)) + data
 
 
-def decode_audio(data: bytes, *, max_s: float = 3600.0, param: str | None = None) -> tuple[np.ndarray, int]:
+def decode_audio(
+    data: bytes, *, max_s: float = 3600.0, budget: Budget | None = None, param: str | None = None
+) -> tuple[np.ndarray, int]:
     """Samples (channels, n) as float32 and the sample rate of an audio file of any common format.
 
-    Raises RequestError for what is no audio file, holds no samples, or is longer than `max_s` seconds.
+    Raises RequestError for what is no audio file, holds no samples, is longer than `max_s` seconds, or is more than the
+    budget has left.
     """
     blocks: list[np.ndarray] = []
     num_samples, rate = 0, 0
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            if not container.streams.audio:
-                raise RequestError("the file holds no audio stream", param=param)
-            resampler = av.AudioResampler(format="fltp")
-            for frame in container.decode(audio=0):
-                rate = frame.sample_rate
-                num_samples += frame.samples
-                if num_samples > max_s * rate:
-                    raise RequestError(f"the audio is longer than {max_s:g} s; send less", param=param)
-                blocks += [block.to_ndarray() for block in resampler.resample(frame)]
-    except av.FFmpegError as error:
-        raise RequestError(f"the data is no audio that can be decoded: {error.strerror}", param=param) from error
+    with open_container(data, what="audio", param=param) as container:
+        if not container.streams.audio:
+            raise RequestError("the file holds no audio stream", param=param)
+        resampler = av.AudioResampler(format="fltp")
+        for frame in container.decode(audio=0):
+            rate = frame.sample_rate
+            num_samples += frame.samples
+            if num_samples > max_s * rate:
+                raise RequestError(f"the audio is longer than {max_s:g} s; send less", param=param)
+            if budget is not None:
+                budget.left_s(param)
+                budget.take(4 * frame.samples * frame.layout.nb_channels, "more samples", param)
+            blocks += [block.to_ndarray() for block in resampler.resample(frame)]
     if not num_samples:
         raise RequestError("the audio holds no samples", param=param)
     return np.ascontiguousarray(np.concatenate(blocks, axis=1), dtype=np.float32), rate
-
-
-def read_data_uri(uri: str, *, param: str | None = None) -> bytes:
-    """The bytes of a base64 data URI. Raises RequestError for anything else; the media type is not looked at."""
-    head, comma, payload = uri.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-        raise RequestError("expected a data URI, as 'data:audio/wav;base64,...'", param=param)
-    try:
-        return binascii.a2b_base64(payload, strict_mode=True)
-    except binascii.Error as error:
-        raise RequestError(f"the data URI is not valid base64: {error}", param=param) from error

@@ -13,14 +13,14 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import mstar
-from mstar.config import environment, suggest
+from mstar.config import did_you_mean, environment, suggest
 from mstar.errors import ConfigError, MstarError, PluginError
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, tinies
 
@@ -53,6 +53,13 @@ def download_snapshot(repository: str) -> Path:
         raise ConfigError(f"downloading {repository!r} failed: {reason}; try again, or pass its folder") from error
 
 
+def check(spec: ModelSpec, model: str) -> None:
+    """Raise ConfigError for a model that can be seen, without reading or downloading anything, not to be there."""
+    makers = _makers(spec, model)
+    if model not in makers:
+        _folder(model, words=makers)
+
+
 def resolve(
     spec: ModelSpec,
     model: str,
@@ -76,12 +83,12 @@ def resolve(
             raise ConfigError(f"--set {name}={path}: {spec.name!r} has no such part{suggest(name, spec.parts)}")
         if not path.is_dir():
             raise ConfigError(f"--set {name}={path}: there is no such folder")
-    makers = tinies(spec) if spec.tiny or model == TINY else {}
+    makers = _makers(spec, model)
     is_tiny = model in makers
     if is_tiny:
         folder = _tiny(spec, makers[model], (cache or environment().cache) / TINY / f"{spec.name}-{model}")
     else:
-        folder = _folder(model) or download(model)
+        folder = _folder(model, words=makers) or download(model)
     found = {}
     for name, repository in spec.parts.items():
         local = given.get(name) or _nearby(folder, name)
@@ -91,16 +98,22 @@ def resolve(
     return Checkpoint(model=model, folder=folder, parts=found, config=_config(spec, folder, found))
 
 
-def _folder(model: str) -> Path | None:
-    """The folder `model` names, or None for a hub id."""
+def _makers(spec: ModelSpec, model: str) -> Mapping[str, str]:
+    """Makers of tiny checkpoints by word; none is fine unless `model` asks for one."""
+    return tinies(spec) if spec.tiny or model == TINY else {}
+
+
+def _folder(model: str, *, words: Iterable[str]) -> Path | None:
+    """The folder `model` names, or None for a hub id. `words`: what else it could have meant."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise ConfigError(f"--model {model} is a file; pass the folder it lies in")
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
         return None
-    raise ConfigError(f"--model {model}: there is no such folder, and it is no hub id such as 'owner/name'")
+    hint = did_you_mean(model, [*words]) or "; check the spelling"
+    raise ConfigError(f"--model {model} is neither a folder nor a hub id (OWNER/NAME){hint}")
 
 
 def _nearby(folder: Path, part: str) -> Path | None:

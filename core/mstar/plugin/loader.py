@@ -7,6 +7,7 @@ files a spec points to, it checks that they exist but imports none.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 import mstar
-from mstar.config import suggest
+from mstar.config import did_you_mean
 from mstar.errors import ConfigError, PluginError
 from mstar.plugin import hooks
 from mstar.plugin.spec import ModelSpec
@@ -101,10 +102,10 @@ def _find(name: str) -> EntryPoint:
     if not found:
         plugins = installed()
         listed = ", ".join(map(str, plugins)) or "none"
-        near = suggest(_key(name), [plugin.name for plugin in plugins])
-        hint = near if near.startswith("; did you mean") else ""
-        package = f"mstar-plugin-{_key(name).replace('_', '-')}"
-        raise ConfigError(f"no plugin {name!r} is installed{hint}; installed: {listed}; try: pip install {package}")
+        hint = did_you_mean(_key(name), {plugin.name for plugin in plugins})
+        if not hint and re.fullmatch(r"[a-z0-9]([a-z0-9_]*[a-z0-9])?", _key(name)):  # a distribution may be called so
+            hint = f"; try: pip install mstar-plugin-{_key(name).replace('_', '-')}"
+        raise ConfigError(f"no plugin {name!r} is installed{hint}; installed: {listed}")
     if len(found) > 1:
         listed = " and ".join(f"{c.distribution} {c.version} ({c.value})" for c in map(_describe, found))
         raise ConfigError(f"plugin {name!r} is claimed by {listed}; uninstall all but one")
@@ -180,7 +181,9 @@ def _registered(plugin: InstalledPlugin, module: Any) -> ModelSpec:
 
 
 def _check_paths(plugin: InstalledPlugin, spec: ModelSpec) -> None:
-    paths = {field: getattr(spec, field) for field in ("config", "processor", "offers", "max_model_len", "voices")}
+    paths = {
+        field: getattr(spec, field) for field in ("config", "processor", "offers", "max_model_len", "voices", "plot")
+    }
     named = {"": spec.tiny} if isinstance(spec.tiny, str) else spec.tiny or {}
     paths |= {f"tiny[{word!r}]" if word else "tiny": path for word, path in named.items()}
     paths |= {f"nodes[{module!r}]": path for module, path in spec.nodes.items()}

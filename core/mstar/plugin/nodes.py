@@ -135,6 +135,9 @@ class Plan:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
+NO_PLAN = Plan()
+
+
 class SampleFunction(Protocol):
     def __call__(self, name: str, logits: Tensor) -> Tensor: ...
 

@@ -28,6 +28,8 @@ class Task:
         default_outputs: outputs when the request names none (default: the first of `outputs`).
         messages: whether chat messages are accepted instead of inputs.
         sessions: whether a request may name a session, which keeps what later requests go on with.
+        video_frames: of a video whose part does not choose frames, (most, multiple): spread evenly over it, at most so
+            many, and a multiple of the second where there are that many. None: every frame.
     """
 
     params: type[Any]
@@ -38,6 +40,7 @@ class Task:
     default_outputs: tuple[str, ...] = ()
     messages: bool = False
     sessions: bool = False
+    video_frames: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +85,14 @@ class ModelSpec:
         nodes: module name -> dotted path of the `Node` class.
         tasks: task name -> `Task`; the first is the default.
         endpoints: HTTP routes the model serves besides /v1/generate: "/v1/audio/speech", ...
-        offers: dotted path of `config -> names of tasks` a checkpoint can do; None: all of `tasks`.
+        offers: dotted path of `config, tasks -> tasks`: those that a checkpoint can do, as it does them. None: all, as
+            they are.
         tiny: dotted path of `make(folder)`, which writes a tiny random checkpoint and returns the folder to load: what
             `--model tiny` stands for. Of several, a mapping: "tiny" and other words for `--model` -> such a path.
         max_model_len: dotted path of `config -> int`, or None for models without a token limit.
         voices: dotted path of `config -> list of names` for speech models.
+        plot: dotted path of `(request, tensors, config, folder) -> paths`, which draws what a request gave: its named
+            tensors, each whole, as pictures in a folder; what `mstar run --plot` calls. It may import matplotlib.
         requires_core: PEP 440 specifier of the core versions it works with, such as ">=0.1".
     """
 
@@ -103,6 +109,7 @@ class ModelSpec:
     tiny: str | Mapping[str, str] | None = None
     max_model_len: str | None = None
     voices: str | None = None
+    plot: str | None = None
     requires_core: str = ">=0.1"
     description: str = ""
 
@@ -116,13 +123,13 @@ class ModelSpec:
 
 
 def narrowed(spec: ModelSpec, config: Any) -> ModelSpec:
-    """The spec with those tasks alone that a checkpoint with this configuration offers."""
+    """The spec with those tasks alone that a checkpoint with this configuration offers, as it does them."""
     if spec.offers is None:
         return spec
-    names = load_object(spec.offers, plugin=spec.name)(config)
-    if unknown := set(names) - set(spec.tasks) or not names:
-        raise PluginError(f"plugin {spec.name!r}: {spec.offers} gave {names!r}; not tasks of the spec: {unknown}")
-    return replace(spec, tasks={name: spec.tasks[name] for name in names})
+    tasks = load_object(spec.offers, plugin=spec.name)(config, spec.tasks)
+    if not tasks or not set(tasks) <= set(spec.tasks):
+        raise PluginError(f"plugin {spec.name!r}: {spec.offers} gave {list(tasks)}; known: {', '.join(spec.tasks)}")
+    return replace(spec, tasks=tasks)
 
 
 def load_object(path: str, *, plugin: str) -> Any:

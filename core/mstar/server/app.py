@@ -74,7 +74,7 @@ class ExactRoute(Route):
         if scope["method"] in (self.methods or ()):
             if scope["query_string"]:
                 name = unquote_plus(re.split("[&=]", scope["query_string"].decode("latin-1"))[0])[:60] or None
-                message = f"{self.path} takes no query parameters; leave everything from '?' on out"
+                message = f"{self.path_format} takes no query parameters; leave everything from '?' on out"
                 raise RequestError(message, param=name, code="unknown_parameter")
             headers = Headers(scope=scope)
             has_body = headers.get("content-length", "0").strip("0") or "transfer-encoding" in headers
@@ -343,7 +343,8 @@ async def _gone(receive: Receive) -> None:
 
 def route_names(routes: Iterable[BaseRoute]) -> list[str]:
     """Routes as "METHOD /path"."""
-    return [f"{', '.join(sorted(r.methods - {'HEAD'}))} {r.path}" for r in routes if isinstance(r, Route) and r.methods]
+    found = [route for route in routes if isinstance(route, Route) and route.methods]
+    return [f"{', '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path_format}" for route in found]
 
 
 def _json_response(content: Mapping[str, Any]) -> Response:

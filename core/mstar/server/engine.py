@@ -7,6 +7,7 @@ Knows the channel to the worker, and nothing about HTTP or where the worker runs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
@@ -22,13 +23,14 @@ from mstar.config import EngineConfig
 from mstar.errors import ConfigError, RequestError
 from mstar.ipc import messages
 from mstar.ipc.channel import EngineEnd
+from mstar.media.policy import MediaPolicy
 from mstar.plugin.graph import Graph
 from mstar.plugin.processor import Processor
 from mstar.plugin.session import SessionTable
 from mstar.plugin.spec import Limits as SpecLimits
 from mstar.plugin.spec import ModelSpec
 from mstar.server.metrics import Metrics, Timeline
-from mstar.server.native import GenerateRequest, read_request
+from mstar.server.native import GenerateRequest, has_media, read_request
 from mstar.server.requests import Action, Deadline, End, EngineState, Limits, RunStep, Send, Work, attributed, contained
 from mstar.server.results import Result
 from mstar.server.streams import Decoded, Decoding
@@ -37,6 +39,7 @@ from mstar.types import Chunk, Encoded, Request
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 4
+_MEDIA_THREADS = 8  # most of them wait, for other hosts or their turn to decode
 _DECODE_THREADS = 2  # the second goes on while the first is held up by one slow request
 _TICK_S = 0.05
 
@@ -114,6 +117,11 @@ class RequestHandle:
         self._changed.set()
 
 
+def served_names(config: EngineConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Names under which clients ask for the model; the first is reported."""
+    return config.served_model_name or tuple(dict.fromkeys((config.model, spec.name)))
+
+
 class Engine:
     """Serves one model over one channel to its worker.
 
@@ -129,7 +137,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.graph = graph
-        self.model_names = config.served_model_name or tuple(dict.fromkeys((*config.model_names, spec.name)))
+        self.model_names = served_names(config, spec)
         limits = Limits(
             max_running=config.max_num_seqs, max_queue=config.max_queue, page_tokens=config.block_size,
             timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,
@@ -140,10 +148,14 @@ class Engine:
         self._make_processor = make_processor
         self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end
-        self._read_request = functools.partial(read_request, spec=spec, model_names=self.model_names, base=base)
+        media = MediaPolicy.of(config, is_offline=base is not None)
+        self._read_request = functools.partial(
+            read_request, spec=spec, model_names=self.model_names, base=base, media=media
+        )
         self._seeds: random.Random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._handles: dict[str, RequestHandle] = {}
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="mstar-encode")
+        self._media_pool = ThreadPoolExecutor(_MEDIA_THREADS, thread_name_prefix="mstar-media")
         self._decode_pool = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mstar-decode")
         self._to_decode: list[RequestHandle] = []
         self._num_trips = 0
@@ -183,6 +195,7 @@ class Engine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._encode_pool.shutdown(wait=False, cancel_futures=True)
+        self._media_pool.shutdown(wait=False, cancel_futures=True)
         self._decode_pool.shutdown(wait=False, cancel_futures=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -250,9 +263,11 @@ class Engine:
         """Encode a request and queue it. Cancelled if the request is over before."""
         with attributed(f"request {handle.id}: taking it in", fail=lambda error: self._fail(handle, error)):
             seed, resumed = self._seeds.getrandbits(63), self.state.is_resumed(handle.id)
+            pool = self._media_pool if has_media(wire) else self._encode_pool  # the others do not wait for media
+            deadline = None if handle.deadline is None else handle.deadline.at
             request, encoded, decoding = await _in_thread(
-                self._encode_pool, self._encode, wire, self.state.kept(handle.id),
-                request_id=handle.id, seed=seed, resumed=resumed,
+                pool, self._encode, wire, self.state.kept(handle.id),
+                request_id=handle.id, seed=seed, resumed=resumed, deadline=deadline,
             )  # fmt: skip
             handle.timeline.task = request.task
             self._apply(self.state.encoded(request, encoded, now=time.monotonic()))
@@ -260,9 +275,10 @@ class Engine:
                 handle.accept(request, decoding)
 
     def _encode(
-        self, wire: GenerateRequest, kept: dict[str, Any], *, request_id: str, seed: int, resumed: bool
-    ) -> tuple[Request, Encoded, Decoding]:
-        request = self._read_request(wire, request_id=request_id, seed=seed, resumed=resumed)
+        self, wire: GenerateRequest, kept: dict[str, Any], *, request_id: str, seed: int, resumed: bool,
+        deadline: float | None,
+    ) -> tuple[Request, Encoded, Decoding]:  # fmt: skip
+        request = self._read_request(wire, request_id=request_id, seed=seed, resumed=resumed, deadline=deadline)
         request.kept = kept
         assert self._processor is not None
         encoded = self._processor.encode(request)
@@ -345,7 +361,11 @@ class Engine:
         """End a request with an error, wherever it is; the state may know better what the error is."""
         if not handle.is_over:
             self._apply(self.state.fail(handle.id, error, now=time.monotonic()))
-        self._forget(handle, error=error)  # if it is over on the worker, and not decoded to the end
+        if not handle.is_over:  # it is over on the worker, and not decoded to the end
+            self._forget(handle, error=error)
+            if handle.request.session is not None:  # which has gone on, by what its client does not know
+                with contextlib.suppress(RequestError):  # busy again, or gone
+                    self.close_session(handle.request.session)
 
     def _forget(
         self, handle: RequestHandle, *, result: Result | None = None, error: RequestError | None = None

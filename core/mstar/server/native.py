@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+import numpy as np
 import safetensors.torch
 import torch
 from msgspec import Meta, Struct
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from mstar.errors import RequestError
 from mstar.ipc.tensors import tensor_from_bytes
-from mstar.media import audio
+from mstar.media.policy import MediaPolicy
+from mstar.media.reader import MediaReader
+from mstar.media.video import Sampling
 from mstar.plugin.spec import ModelSpec, Task
-from mstar.types import AudioPart, Message, Part, Request, TensorPart, TextPart, TokensPart
+from mstar.types import Message, Part, Request, TensorPart, TextPart, TokensPart, VideoPart
 
 MAX_SEED = 2**63 - 1
 MAX_TIMEOUT_S = 86400
@@ -73,7 +76,8 @@ class ImageInput(Struct, tag="image", tag_field="type", kw_only=True, forbid_unk
 
 
 class VideoInput(Struct, tag="video", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame.
+    """A video file, or its frames. At most one of `fps`, `num_frames` and `frame_indices`; none: every frame,
+    or as many as the task usually takes.
 
     Args:
         frames: instead of `data`: uint8 [T, H, W, 3], of which none are left out; `fps` is then their rate.
@@ -249,27 +253,40 @@ def check_model(model: str, *, names: tuple[str, ...]) -> None:
 # ---- wire to request --------------------------------------------------------------------------------------------
 
 
-def read_request(
-    wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...], request_id: str, seed: int,
-    resumed: bool = False, base: Path | None = None,
-) -> Request:  # fmt: skip
-    """A validated request with decoded parts. Slow (decodes media): not for the event loop.
-
-    Args:
-        seed: used when the request names none.
-        base: folder relative file names start from (`mstar run`); None: files are refused.
-    """
+def check_request(wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...]) -> tuple[str, str, Any]:
+    """Model, task and parameters of a request. Raises RequestError for all that is wrong without looking into parts."""
     model = model_names[0] if wire.model is None else wire.model
     check_model(model, names=model_names)
     given = [items for items in (wire.inputs, wire.messages) if items is not None]
     if len(given) != 1 or not given[0]:
         raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
     name = _task(wire, spec=spec)
-    task = spec.tasks[name]
-    params = convert(wire.params, task.params, prefix="params.")
+    params = convert(wire.params, spec.tasks[name].params, prefix="params.")
     if "" in stop_strings(params):
         raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
-    read = [(message, tuple(_part(part, param=at, base=base) for at, part in parts)) for message, parts in _turns(wire)]
+    return model, name, params
+
+
+def read_request(
+    wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[str, ...], request_id: str, seed: int,
+    resumed: bool = False, base: Path | None = None, media: MediaPolicy | None = None, deadline: float | None = None,
+) -> Request:  # fmt: skip
+    """A validated request with decoded parts. Slow (decodes media): not for the event loop.
+
+    Args:
+        seed: used when the request names none.
+        base: folder relative file names start from (`mstar run`); None: files are refused, but for media that the
+            policy allows.
+        media: what may be read of media; None: the defaults of `MediaPolicy`, which allow data URIs alone.
+        deadline: in seconds of `time.monotonic`; reading media goes on no longer.
+    """
+    model, name, params = check_request(wire, spec=spec, model_names=model_names)
+    task = spec.tasks[name]
+    reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
+    read = [
+        (message, tuple(_part(part, param=at, base=base, reader=reader, task=task) for at, part in parts))
+        for message, parts in _turns(wire)
+    ]
     return Request(
         id=request_id, model=model, task=name, params=params, session=wire.session, resumed=resumed, stream=wire.stream,
         parts=tuple(part for message, parts in read if message is None for part in parts),
@@ -287,6 +304,11 @@ def _turns(wire: GenerateRequest) -> list[tuple[ChatMessage | None, list[tuple[s
     for index, message in enumerate(wire.messages or ()):
         turns.append((message, [(f"messages.{index}.content.{i}", part) for i, part in enumerate(message.parts)]))
     return turns
+
+
+def has_media(wire: GenerateRequest) -> bool:
+    """Whether reading the request may wait for other hosts, or for a decoder."""
+    return any(isinstance(part, AudioInput | ImageInput | VideoInput) for _, parts in _turns(wire) for _, part in parts)
 
 
 def _task(wire: GenerateRequest, *, spec: ModelSpec) -> str:
@@ -335,21 +357,48 @@ def stop_strings(params: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _part(part: Input, *, param: str, base: Path | None) -> Part:
+def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, task: Task) -> Part:
     if isinstance(part, TextInput):
         return TextPart(part.text)
     if isinstance(part, TokensInput):
         return TokensPart(part.ids)
     if isinstance(part, TensorInput):
-        return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
-    if not isinstance(part, AudioInput):
-        raise RequestError(f"{param} cannot be read yet", param=param)
-    param = f"{param}.data"
-    if base is not None and not part.data.startswith("data:"):
-        data = _file(part.data, base=base, param=param).read_bytes()
-    else:
-        data = audio.read_data_uri(part.data, param=param)
-    return AudioPart(*audio.decode_audio(data, param=param))
+        return TensorPart(
+            part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base, name=repr(part.name[:60]))
+        )
+    if isinstance(part, AudioInput):
+        return reader.audio(part.data, param=param)
+    if isinstance(part, ImageInput):
+        return reader.image(part.data, param=param)
+    return _video(part, param, base, reader, usual=task.video_frames)
+
+
+def _video(
+    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *, usual: tuple[int, int] | None
+) -> VideoPart:
+    if (part.data is None) == (part.frames is None):
+        raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
+    if part.data is not None:
+        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices, usual=usual)
+        return reader.video(part.data, sampling=sampling, param=param)
+    assert part.frames is not None
+    for name in ("num_frames", "frame_indices"):
+        if getattr(part, name) is not None:
+            message = f"{param}.{name} chooses frames of a file; of 'frames' all are taken: send those you want"
+            raise RequestError(message, param=f"{param}.{name}")
+    if part.fps is None:
+        raise RequestError(f"{param}.fps is missing: at how many a second 'frames' are shown", param=f"{param}.fps")
+    frames = _tensor(part.frames, param=f"{param}.frames", base=base, name="frames")
+    if frames.dtype is not torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not frames.numel():
+        message = (
+            f"{param}.frames is {str(frames.dtype)[6:]} {list(frames.shape)}; it must be uint8 [T, H, W, 3], of 1 "
+        )
+        raise RequestError(f"{message}frame or more", param=f"{param}.frames")
+    if len(frames) > (most := reader.budget.policy.max_video_frames):
+        message = f"{param}.frames are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
+        raise RequestError(message, param=f"{param}.frames", code="media_too_large")
+    reader.budget.take(frames.numel(), f"{len(frames)} frames", f"{param}.frames")
+    return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:
@@ -362,7 +411,7 @@ def _file(name: str, *, base: Path, param: str) -> Path:
 # ---- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
+def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str) -> Tensor:
     given = {name for name in field_names(TensorValue) if getattr(value, name) is not None}
     if given == {"dtype", "shape", "data"}:
         tensor = _tensor_of_data(value, param=param)
@@ -374,7 +423,7 @@ def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
     else:
         tensor = _tensor_of_file(value, param=param, base=base)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise RequestError("the tensor holds NaN or infinity; all values must be finite", param=param)
+        raise RequestError(f"the tensor {name} holds NaN or infinity; all values must be finite", param=param)
     return tensor
 
 

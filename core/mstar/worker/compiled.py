@@ -24,13 +24,13 @@ from mstar.layers import linear, shims
 from mstar.plugin.graph import Method, Port
 from mstar.plugin.loader import installed
 from mstar.plugin.nodes import Context
-from mstar.worker.modules import Code, MethodCode, Module, Modules, Output, port_dtype
+from mstar.worker.launched import COLUMNS
+from mstar.worker.modules import Code, MethodCode, Module, Modules, Output, port_dtype, varies
 from mstar_compile_cache.aoti import CompiledCode
 
 log = logging.getLogger("mstar.worker")
 
 MOST_ROWS = 32  # of a batch that runs compiled
-_COLUMNS = ("positions", "rows", "iteration", "draw_keys")
 _PACKAGE, _NOTES = "method.pt2", "notes.json"  # files of an entry
 _COMPILER = Path(cache.__file__).with_name("warm.py")
 _OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # it only calls kernels
@@ -66,7 +66,7 @@ class NotCompilable(Exception):
 class TracedMethod(nn.Module):
     """A method as a function of plain tensors.
 
-    They are `_COLUMNS` of the context, the attention's step, the draws' operand, slots, row ports, and for optional
+    They are `COLUMNS` of the context, the attention's step, the draws' operand, slots, row ports, and for optional
     ports which rows have them. Optional ports that are not given are absent in all rows. Returns the outputs that are
     not None.
     """
@@ -112,7 +112,7 @@ class TracedMethod(nn.Module):
             sample=draw,
             slots=slots,
             present={**present, **{name: torch.zeros(num_rows, dtype=torch.bool) for name in absent}},
-            **dict(zip(_COLUMNS, columns, strict=True)),  # type: ignore[arg-type]
+            **dict(zip(COLUMNS, columns, strict=True)),  # type: ignore[arg-type]
         )
         if step is not None:
             context.kv = shims.TracedKV(step)  # type: ignore[assignment]
@@ -174,18 +174,10 @@ class Compiler:
 
     def _check(self, module: Module, method: Method) -> None:
         """Raise NotCompilable for what is known without tracing."""
-        if method.has_tokens:
-            raise NotCompilable("its batches are ragged")
-        for port in method.inputs:
-            if port.layout == "item" or port.shape is None:
-                kind = "has no fixed shape" if port.layout == "rows" else "is a list"
-                raise NotCompilable(f"its input {port.name!r} {kind}")
+        if reason := varies(method, has_prepare=method.name in module.prepare):
+            raise NotCompilable(reason)
         if method.kv is not None and self._attention != "cpu":
             raise NotCompilable(f"only attention backend 'cpu' can be compiled, not {self._attention!r}")
-        if method.kv is not None and method.kv.tokens != 1:
-            raise NotCompilable(f"it has {method.kv.tokens} tokens a row")
-        if method.name in module.prepare:
-            raise NotCompilable("what its prepare hook plans is not known beforehand")
         if not shims.load():
             raise NotCompilable("kernels cannot be built here")
 
@@ -213,7 +205,7 @@ class Compiler:
         if not isinstance(program.code, CompiledCode):
             raise NotCompilable("it calls an operator that compiled code cannot call without Python")
         notes = json.loads((folder / _NOTES).read_text())
-        names = [*_COLUMNS, *["step"] * (method.kv is not None), "draws"]
+        names = [*COLUMNS, *["step"] * (method.kv is not None), "draws"]
         names += [f"slot {name}" for name in module.slots.tensors]
         names += [f"port {port.name}" for port in ports] + [f"present {port.name}" for port in ports if port.optional]
         outputs = [Output(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in notes["outputs"]]
@@ -226,7 +218,7 @@ class Compiler:
         types = {port.name: port_dtype(port, self._modules.dtype) for port in ports}
         inputs = {port.name: torch.zeros((2, *(port.shape or ())), dtype=types[port.name]) for port in ports}
         present = {port.name: torch.ones(2, dtype=torch.bool) for port in ports if port.optional}
-        columns = tuple(torch.zeros(2, dtype=torch.int64) for _ in _COLUMNS)
+        columns = tuple(torch.zeros(2, dtype=torch.int64) for _ in COLUMNS)
         slots, layout = dict(module.slots.tensors), module.node.kv_layout
         step = shims.step_operand(layout.num_layers) if method.kv is not None and layout is not None else None
         examples = columns, step, shims.draws_operand(), slots, inputs, present

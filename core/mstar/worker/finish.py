@@ -5,6 +5,7 @@ Reads the step's outputs on the host, once per batch. Used by the runner and by 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mstar.errors import PluginError, RequestError
+from mstar.errors import MstarError, PluginError, RequestError
 from mstar.layers.sampling.native import NOT_FINITE
 from mstar.observe import redact
 from mstar.plugin.graph import Method, Port
@@ -72,6 +73,28 @@ class Running:
             self.entries = []
 
 
+class HostCopies:
+    """Tensors of a step on a CUDA device on their way to the host: reading them waits for no later step.
+
+    Args:
+        event: makes what is recorded behind the copies; it has `record` and `synchronize`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, event: Callable[[], Any] = torch.cuda.Event) -> None:
+        own = {id(one): one for one in tensors}
+        pinned = {key: torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for key, one in own.items()}
+        self._copies = {key: (one, pinned[key].copy_(one, non_blocking=True)) for key, one in own.items()}
+        self._event = event()
+        self._event.record()
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The copy, once it is there; None for a tensor that is not copied."""
+        if id(tensor) not in self._copies:
+            return None
+        self._event.synchronize()
+        return self._copies[id(tensor)][1]
+
+
 @dataclass(slots=True)
 class Step:
     """A batch that has been launched, and its outputs on the device.
@@ -79,6 +102,7 @@ class Step:
     Args:
         row_ids: ids (B,) that rows wrote, told to the pool at the finish.
         parts: of a fused unit, the steps of its methods with a `finish` hook, whose ports are the unit's with `prefix`.
+        copies: what will be read on the host, and is on its way there.
     """
 
     batch: Batch
@@ -89,6 +113,18 @@ class Step:
     parts: list[Step] = field(default_factory=list)
     prefix: str = ""
     running: Running | None = None
+    copies: HostCopies | None = None
+
+    def copied(self, value: Tensor) -> Tensor | None:
+        """Its copy on the host, where there is one."""
+        return None if self.copies is None else self.copies.get(value)
+
+    def on_host(self, value: Any) -> Any:
+        """A value whose tensor is on the host."""
+        if not isinstance(value, Tensor):
+            return value
+        found = self.copied(value)
+        return value.cpu() if found is None else found
 
     def settle(self) -> None:
         """Wait for what runs; from here on its outputs are tensors. Raises RuntimeError if it failed."""
@@ -211,7 +247,7 @@ def _keep_token_outputs(step: Step, method: Method, i: int, work: Work) -> None:
 def _learn(step: Step, pool: KVPool, index: list[int]) -> None:
     """Tell the pool the ids that decoding rows wrote, for the prefix cache and for recomputation."""
     assert step.row_ids is not None
-    ids = now(step.row_ids).tolist()[: len(step.batch.works)]
+    ids = step.on_host(now(step.row_ids)).tolist()[: len(step.batch.works)]
     rows = list(zip(step.columns.sequences, step.columns.lengths, ids, strict=True))
     pool.learn(rows if len(index) == len(rows) else [rows[i] for i in index])
 
@@ -259,7 +295,7 @@ def _pick(value: Any, index: list[int]) -> Any:
 def _on_host(step: Step, method: Method) -> dict[str, Any]:
     rows = [port.name for port in method.outputs if port.layout != "tokens"]
     outputs = {name: step.outputs[name] for name in rows if step.outputs[name] is not None}
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+    return {name: step.on_host(value) for name, value in outputs.items()}
 
 
 def _column(step: Step, port: Port, index: list[int]) -> list[Any]:
@@ -268,7 +304,7 @@ def _column(step: Step, port: Port, index: list[int]) -> list[Any]:
     if value is None:
         return [None] * len(index)
     if port.layout == "rows":
-        return Batched(value).rows(index)
+        return Batched(value, copy=step.copied(value)).rows(index)
     if port.layout == "item":
         return [value[i] for i in index]
     pieces = [step.batch.works[i].token_outputs.pop(port.name) for i in index]
@@ -297,8 +333,8 @@ def explain(error: BaseException, where: str = "") -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """An error's type and text, whatever its own `__str__` does."""
+    """An error's type and text, whatever its own `__str__` does; of our own errors the text, which says it all."""
     try:
-        return redact(f"{type(error).__name__}: {error}")
+        return redact(str(error) if isinstance(error, MstarError) else f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001  # a plugin's exception that cannot be printed
         return f"{type(error).__name__}: (its text cannot be had)"

@@ -7,14 +7,14 @@ hooks have all run before; what is needed for `finish` hooks is kept for afterwa
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mstar.plugin.graph import Port
-from mstar.plugin.nodes import Context, Plan
+from mstar.plugin.nodes import NO_PLAN, Context, Plan
 from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Step, explain
 from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, task_of, to_device
@@ -24,8 +24,6 @@ from mstar.worker.tape import now
 
 if TYPE_CHECKING:
     from mstar.worker.runner import Runner
-
-_EMPTY_PLAN = Plan()
 
 
 def run_unit(runner: Runner, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched:
@@ -70,7 +68,7 @@ class _UnitRun:
         self._prepare()
         lead = self.modules[self.batch.key[0]]
         at_kv = next((at for at, (i, _) in enumerate(self.unit.steps) if self.unit.runs[i].method.kv is not None), -1)
-        plan = self.plans.get(at_kv, _EMPTY_PLAN)
+        plan = self.plans.get(at_kv, NO_PLAN)
         base = self.runner.context(lead, self.works, plan, self.layout, self.columns, self.traces)
         self.base = base
         ports = self.op.method.inputs
@@ -114,15 +112,15 @@ class _UnitRun:
             context = self.contexts[index] = self._new_context(at, run)
         context.present, context.iteration = {}, self.base.iteration
         if number is not None:
-            context.iteration = _all_alike(self.layout.num_rows, number, self.runner.device)
+            context.iteration = everywhere(self.layout.num_rows, number, self.runner.device)
         return context
 
     def _new_context(self, at: int, run: Run) -> Context:
         base, num_rows, module = self.base, self.layout.num_rows, self.modules[run.key[0]]
         if run.method.kv is not None:
             return replace(base)
-        plan, rows = self.plans.get(at, _EMPTY_PLAN), self.rows[module.name]
-        positions = _all_alike(num_rows, 0, self.runner.device)
+        plan, rows = self.plans.get(at, NO_PLAN), self.rows[module.name]
+        positions = everywhere(num_rows, 0, self.runner.device)
         if plan.positions is not None:
             positions = repeat_last(plan.positions.to(self.runner.device), self.layout.num_padding)
         return Context(
@@ -181,9 +179,3 @@ class _UnitRun:
                 for i, work in enumerate(self.works)
             ]
         return self.tasks[at]
-
-
-@cache
-def _all_alike(num_rows: int, value: int, device: torch.device) -> Tensor:
-    """(B,) int64."""
-    return torch.full((num_rows,), value, device=device)

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from mstar.layers.attention import AttentionPlan, KVBatch, decode_plan
 from mstar.layers.sampling import SamplingState
-from mstar.plugin.graph import Method
 from mstar.plugin.nodes import Context
 from mstar.plugin.program import MethodKey, Program, Run
 from mstar.types import SamplingParams
 from mstar.worker.finish import described
 from mstar.worker.fused import call_unit
-from mstar.worker.launched import BatchLayout, Traces, draw, everywhere, require_sampler
-from mstar.worker.modules import Module, port_dtype
+from mstar.worker.launched import COLUMNS, BatchLayout, Traces, draw, everywhere, require_sampler
+from mstar.worker.modules import Module, port_dtype, varies
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Work
@@ -38,7 +37,6 @@ from mstar.worker.state import Work
 log = logging.getLogger("mstar.worker")
 
 T = TypeVar("T")
-_COLUMNS = ("positions", "rows", "iteration", "draw_keys")
 _FEATURES: dict[str, dict[str, Any]] = {  # of samplers: what makes a row use them
     "random": {"temperature": 1.0},
     "filter": {"temperature": 1.0, "top_p": 0.5},
@@ -96,21 +94,6 @@ def buckets(most: int) -> list[int]:
     return sorted({n for n in (1, 2, 4, *range(8, most, 8)) if n < most} | {most})
 
 
-def varies(method: Method, *, has_prepare: bool) -> str | None:
-    """Why the shapes of a method's operands are not known before it is called; None if they are."""
-    if method.has_tokens:
-        return "its batches are ragged"
-    for port in method.inputs:
-        if port.layout == "item" or port.shape is None:
-            kind = "has no fixed shape" if port.layout == "rows" else "is a list"
-            return f"its input {port.name!r} {kind}"
-    if method.kv is not None and method.kv.tokens != 1:
-        return f"it has {method.kv.tokens} tokens a row"
-    if has_prepare:
-        return "what its prepare hook plans is not known beforehand"
-    return None
-
-
 @dataclass(slots=True)
 class Counts:
     """Graphs captured, replays, launches of captured methods without a graph, graphs dropped as pools grew."""
@@ -140,14 +123,14 @@ class Operands:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that differ from call to call, by name; of attention's plan none. Each has a row per task."""
-        found: dict[str, Tensor] = {name: getattr(self.context, name) for name in _COLUMNS}
+        found: dict[str, Tensor] = {name: getattr(self.context, name) for name in COLUMNS}
         found |= {f"in {name}": batch for name, batch in self.inputs.items() if batch is not None}
         found |= {f"has {name}": fed for name, fed in self.context.present.items()}
         return found | {f"of {name}": rows for name, rows in self.rows.items() if rows is not self.context.rows}
 
     def moved(self, named: dict[str, Tensor]) -> Operands:
         """The same with other tensors."""
-        columns: dict[str, Any] = {name: named[name] for name in _COLUMNS}
+        columns: dict[str, Any] = {name: named[name] for name in COLUMNS}
         present = {name: named[f"has {name}"] for name in self.context.present}
         inputs = {name: None if batch is None else named[f"in {name}"] for name, batch in self.inputs.items()}
         rows = {name: named.get(f"of {name}", named["rows"]) for name in self.rows}
@@ -398,7 +381,7 @@ class GraphRunner:
                 kind = port_dtype(port, self._modules.dtype)
                 inputs[port.name] = torch.zeros((rows, *(port.shape or ())), dtype=kind, device=device)
         starts, column = torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
-        columns: dict[str, Any] = dict.fromkeys(_COLUMNS, column)
+        columns: dict[str, Any] = dict.fromkeys(COLUMNS, column)
         context = Context(
             num_rows=rows,
             query_starts=starts.int(),

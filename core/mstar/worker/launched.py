@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from mstar.worker.finish import Running, Step
 from mstar.worker.modules import Module
 from mstar.worker.slots import SlotPool
 from mstar.worker.state import Work
+
+COLUMNS = ("positions", "rows", "iteration", "draw_keys")  # of a context
 
 
 @dataclass(slots=True)
@@ -153,9 +155,9 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
-@cache
-def everywhere(num_rows: int, value: bool, device: torch.device) -> Tensor:
-    """(B,) bool, all alike."""
+@lru_cache(maxsize=None, typed=True)  # True and 1 are not alike
+def everywhere(num_rows: int, value: int, device: torch.device) -> Tensor:
+    """(B,) int64, or of a bool (B,) bool, all alike."""
     return torch.full((num_rows,), value, device=device)
 
 

@@ -22,7 +22,7 @@ from mstar.layers.linear import self_check, set_batch_invariant
 from mstar.layers.sampling import draw_key, native
 from mstar.plugin import program
 from mstar.plugin.fuse import Hooks, fuse_all
-from mstar.plugin.graph import Graph, Port
+from mstar.plugin.graph import Graph, Method, Port
 from mstar.plugin.nodes import Node
 from mstar.plugin.program import compile_graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
@@ -151,6 +151,21 @@ def port_dtype(port: Port, dtype: torch.dtype) -> torch.dtype:
     """A port's dtype where the model's is `dtype`."""
     found: torch.dtype = dtype if port.dtype == "float" else getattr(torch, port.dtype)
     return found
+
+
+def varies(method: Method, *, has_prepare: bool) -> str | None:
+    """Why the shapes of a method's operands are not known before it is called; None if they are."""
+    if method.has_tokens:
+        return "its batches are ragged"
+    for port in method.inputs:
+        if port.layout == "item" or port.shape is None:
+            kind = "has no fixed shape" if port.layout == "rows" else "is a list"
+            return f"its input {port.name!r} {kind}"
+    if method.kv is not None and method.kv.tokens != 1:
+        return f"it has {method.kv.tokens} tokens a row"
+    if has_prepare:
+        return "what its prepare hook plans is not known beforehand"
+    return None
 
 
 def draw_name(name: str, ordinal: int) -> str:

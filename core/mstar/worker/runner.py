@@ -19,9 +19,9 @@ from mstar.config import EngineConfig
 from mstar.errors import PluginError
 from mstar.layers.attention import AttentionBackend, KVBatch, build_plan, choose_backend, decode_plan
 from mstar.plugin.graph import KV, Method, Port
-from mstar.plugin.nodes import Context, Plan
-from mstar.plugin.program import MethodKey
-from mstar.worker.finish import Columns, Finished, Step, explain, finish
+from mstar.plugin.nodes import NO_PLAN, Context, Plan
+from mstar.plugin.program import MethodKey, Run
+from mstar.worker.finish import Columns, Finished, HostCopies, Step, explain, finish
 from mstar.worker.fused import run_unit
 from mstar.worker.launched import BatchLayout, Launched, Traces, draw, everywhere, repeat_last, to_device
 from mstar.worker.modules import Module, Modules, port_dtype
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mstar.worker.graphs import GraphRunner
 
 MOST_KEPT = 4096  # elements of a batch that is kept for the next step, in case its rows stay the same
-
-_EMPTY_PLAN = Plan()
 
 
 class Runner:
@@ -51,6 +49,7 @@ class Runner:
         self.align = 16 if config.batch_invariant else 1
         self.batch_invariant = config.batch_invariant
         self.overlap = config.overlap
+        self.copies_early = config.overlap and self.device.type == "cuda"  # else there is nothing that would wait
         self.taper: Taper | None = None  # once methods are compiled
         self.graphs: GraphRunner | None = None  # on CUDA, once captured
         self._layouts: dict[tuple[MethodKey, int], BatchLayout] = {}  # of methods whose rows are alike
@@ -106,20 +105,33 @@ class Runner:
             if launched is None:
                 self.modules.fence()
                 launched = run(batch, layout, columns, traces)
+            ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
+            row_ids = launched.inputs[ids_port] if ids_port is not None else None
+            copies = self._begin_copies(works[0].op, launched, row_ids)
         except BaseException:
             traces.undo()
             raise
         plan = launched.plan
         self._commit(module, method, works, plan, layout, columns)
-        ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
-        row_ids = launched.inputs[ids_port] if ids_port is not None else None
         if self.overlap:
             for index, work in enumerate(works):
                 work.scope.tenant.in_flight += 1
                 work.undo = partial(self._undo_work, work, index, plan, traces)
-        return Step(
-            batch, launched.outputs, layout.starts, columns, row_ids, launched.parts, running=launched.running
-        )  # fmt: skip
+        more: dict[str, Any] = {"running": launched.running, "copies": copies}
+        return Step(batch, launched.outputs, layout.starts, columns, row_ids, launched.parts, **more)
+
+    def _begin_copies(self, op: Run, launched: Launched, row_ids: Any) -> HostCopies | None:
+        """Copies of what will be read on the host: ids for the pool, what `finish` hooks see, what is sent."""
+        if not self.copies_early:
+            return None
+        is_hooked, emitted = op.key[1] in self.modules[op.key[0]].finish, dict(op.emits)
+        found = [value for port, value in launched.outputs.items() if is_hooked or port in emitted]
+        found += [row_ids, *(value for part in launched.parts for value in part.outputs.values())]
+        tensors = [value for value in found if isinstance(value, Tensor)]
+        copies = HostCopies(tensors) if tensors else None
+        for part in launched.parts:
+            part.copies = copies
+        return copies
 
     def _run_method(self, batch: Batch, layout: BatchLayout, columns: Columns, traces: Traces) -> Launched:
         works, (name, method_name) = batch.works, batch.key
@@ -150,11 +162,11 @@ class Runner:
         module, works = self.modules[batch.key[0]], batch.works
         hook = module.prepare.get(batch.key[1])
         if hook is None:
-            return _EMPTY_PLAN
+            return NO_PLAN
         for work in works:
             work.inputs = {port: settled(value) for port, value in work.inputs.items()}
         with module.timed(batch.key[1]):
-            plan: Plan = hook(works) or _EMPTY_PLAN
+            plan: Plan = hook(works) or NO_PLAN
         where = ".".join(batch.key)
         if plan.advance is not None and len(plan.advance) != len(works):
             raise PluginError(f"{where}: Plan.advance has {len(plan.advance)} entries for {len(works)} tasks")
@@ -259,7 +271,8 @@ class Runner:
         """A port's values as one batch, maybe a `Later`; says in the context which are there."""
         values = [work.inputs.get(port.name) for work in works]
         if port.layout == "item":
-            return [settled(v) for v in values]
+            items = [settled(v) for v in values]
+            return items if layout.is_ragged else items + items[-1:] * layout.num_padding
         if port.layout == "tokens":
             return self._collate_tokens(port, works, values, layout, context)
         is_absent = [v is None for v in values]

@@ -32,12 +32,13 @@ class Batched:
 
     Attributes:
         given: the tensor, or what it will be.
+        copy: the same on the host, if it is there already.
     """
 
-    __slots__ = ("_host_rows", "given")
+    __slots__ = ("_host_rows", "copy", "given")
 
-    def __init__(self, given: Tensor | Later) -> None:
-        self.given = given
+    def __init__(self, given: Tensor | Later, *, copy: Tensor | None = None) -> None:
+        self.given, self.copy = given, copy
         self._host_rows: tuple[Tensor, ...] | None = None
 
     @property
@@ -47,7 +48,7 @@ class Batched:
 
     def host_row(self, index: int) -> Tensor:
         if self._host_rows is None:
-            self._host_rows = self.tensor.cpu().unbind(0)
+            self._host_rows = (self.tensor.cpu() if self.copy is None else self.copy).unbind(0)
         return self._host_rows[index]
 
     def rows(self, index: Iterable[int]) -> list[Row]:

@@ -103,7 +103,8 @@ class Tape:
         num_registers: all of them; calls write to those after `values`.
         saves: (tensor, rows (B,) int64, where they are kept), copied before the first call.
         num_times: how many entries `nanoseconds` has.
-        kept: whatever else must live while the tape runs.
+        kept: whatever else must live while the tape runs, and knows neither tape nor queue: nothing else of a worker
+            that is dropped has to outlive the others.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class Tape:
         counts = len(calls), len(saves), len(links), num_registers
         self._tape = _Tape(*addresses, self.nanoseconds.ctypes.data, *counts)
         self.address: int = ctypes.addressof(self._tape)
-        self._kept: Any = (calls, values, saves, [tape for (tape, _), _ in links], kept)
-        self._queue: Queue | None = None
-        weakref.finalize(self, _clear, self._library, self._tape, self._registers).atexit = False
+        self._kept: list[Any] = [calls, values, saves, [tape for (tape, _), _ in links], kept]  # until it has run
+        self._queue: weakref.ref[Queue] | None = None
+        self.runs_in = ctypes.c_void_p()  # the queue
+        touched = self._registers, self._links, self._saves, self.nanoseconds, self._kept
+        weakref.finalize(self, _clear, self._library, self._tape, self.runs_in, *touched).atexit = False
 
     def run(self) -> None:
         """Run it now. Raises RuntimeError if a call fails."""
@@ -138,7 +141,7 @@ class Tape:
 
     def put(self, queue: Queue) -> None:
         """Let it run after what the queue holds."""
-        self._queue = queue
+        self._queue = weakref.ref(queue)
         queue.put(self)
 
     @property
@@ -147,10 +150,11 @@ class Tape:
 
     def wait(self) -> None:
         """Until it has run. Raises RuntimeError if a call failed."""
-        if self._queue is not None:
-            self._queue.wait(self)
-            self._queue = None
-        self._kept = None
+        queue = None if self._queue is None else self._queue()
+        if queue is not None:  # one that has gone has run it
+            queue.wait(self)
+        self._queue = None
+        self._kept.clear()
         if self._tape.failed:
             why = self._tape.error.decode(errors="replace").partition("\n")[0]  # what follows are addresses
             raise RuntimeError(f"compiled code failed: {why}")
@@ -174,8 +178,12 @@ def _save(tensor: Tensor, rows: Tensor, to: Tensor) -> _Save:
     return _Save(tensor.data_ptr(), to.data_ptr(), rows.data_ptr(), len(rows), row_bytes)
 
 
-def _clear(library: ctypes.CDLL, tape: _Tape, *_: Any) -> None:
-    library.tape_clear(ctypes.addressof(tape))
+def _clear(library: ctypes.CDLL, tape: _Tape, queue: ctypes.c_void_p, *_: Any) -> None:
+    """Give handles back, once it has run: whatever is dropped together goes in any order."""
+    address = ctypes.c_void_p(ctypes.addressof(tape))
+    if queue and not tape.is_done:
+        library.queue_wait(queue, address)
+    library.tape_clear(address)
 
 
 class Queue:
@@ -190,6 +198,7 @@ class Queue:
     def put(self, tape: Tape) -> None:
         self._forget()
         self._tapes.append(tape)
+        tape.runs_in.value = self._queue.value
         self._library.queue_put(self._queue, ctypes.c_void_p(tape.address))
 
     def wait(self, tape: Tape | None = None) -> None:

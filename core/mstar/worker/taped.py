@@ -6,6 +6,7 @@ and works; does not know walks. Called by the runner.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,11 +20,11 @@ from mstar.errors import PluginError
 from mstar.layers import shims
 from mstar.layers.sampling import native
 from mstar.plugin.graph import Port
-from mstar.plugin.nodes import Context, Plan
+from mstar.plugin.nodes import NO_PLAN, Context
 from mstar.plugin.program import Run
 from mstar.worker.finish import Columns, Running, Step
 from mstar.worker.launched import BatchLayout, Launched, Traces, everywhere, require_sampler, task_of
-from mstar.worker.modules import Code, MethodCode, Output, port_dtype
+from mstar.worker.modules import Code, Output, port_dtype
 from mstar.worker.scheduler import Batch
 from mstar.worker.state import Batched, Row, Work
 from mstar.worker.tape import Call, Later, Queue, Tape, library
@@ -31,7 +32,13 @@ from mstar.worker.tape import Call, Later, Queue, Tape, library
 if TYPE_CHECKING:
     from mstar.worker.runner import Runner
 
-_NO_PLAN = Plan()
+_CPU = torch.device("cpu")
+
+log = logging.getLogger("mstar.worker")
+
+_TOO_MANY = "{} rows; compiled code takes at most {}"
+_FRACTIONS = "its positions are not whole numbers"
+_PLANNED = "its prepare hook has planned something"
 
 Name = tuple[str, ...]
 """What is in a register before the first call: ("positions",), ("rows", module), ("slot", module, slot), ("turn", "3"),
@@ -71,7 +78,7 @@ class Wiring:
     draws: list[tuple[str, list[str]]] = field(default_factory=list)
     charges: dict[tuple[str, str], int] = field(default_factory=dict)
     absent: dict[str, Port] = field(default_factory=dict)
-    kept: list[np.ndarray] = field(default_factory=list)  # the calls point into them
+    kept: list[Any] = field(default_factory=list)  # the calls point into them
 
 
 class Taper:
@@ -84,7 +91,8 @@ class Taper:
     def __init__(self, runner: Runner, *, queue: Queue | None) -> None:
         self.runner, self.modules, self.queue = runner, runner.modules, queue
         library()  # built now, rather than at the first request
-        self._wirings: dict[tuple[int, frozenset[str]], Wiring | None] = {}
+        self._wirings: dict[tuple[int, frozenset[str]], Wiring | str] = {}  # or why there is none
+        self._told = set[str]()
         self._ops: dict[int, Run] = {}  # whose ids the wirings are known by
         self._steps: dict[str, shims.StepAddresses] = {}
 
@@ -93,14 +101,16 @@ class Taper:
         works, op = batch.works, batch.works[0].op
         found = [self.modules[run.key[0]].codes.get(run.method.name) for run in op.runs]
         codes = [code for code in found if code is not None]
-        if len(codes) < len(found) or layout.num_rows > min(code.most_rows for code in codes):
-            return self._eagerly(codes if op.unit is None else [])  # those of a unit will count for themselves
+        if len(codes) < len(found):
+            return None
+        if layout.num_rows > (most_rows := min(code.most_rows for code in codes)):
+            return self._leave(op, _TOO_MANY.format(layout.num_rows, most_rows))
         lead = self.modules[batch.key[0]]
-        base = self.runner.context(lead, works, _NO_PLAN, layout, columns, traces)
+        base = self.runner.context(lead, works, NO_PLAN, layout, columns, traces)
         inputs = {port.name: self.runner.collate(port, works, layout, base) for port in op.method.inputs}
         wiring = self._wiring(op, inputs)
-        if wiring is None or base.positions.dtype != torch.int64:
-            return self._eagerly(codes if op.unit is None else [])
+        if isinstance(wiring, str) or base.positions.dtype != torch.int64:
+            return self._leave(op, wiring if isinstance(wiring, str) else _FRACTIONS)
         rows = {lead.name: base.rows}
         for name in op.unit.modules if op.unit is not None else ():
             if name not in rows:
@@ -108,12 +118,17 @@ class Taper:
         playing = self._play(wiring, base, inputs, rows=rows, works=works, traces=traces)
         outputs = {port.name: playing.later(wiring.outputs.get(port.name)) for port in op.method.outputs}
         parts = [self._part(part, works, op, playing, layout, columns) for part in wiring.parts]
-        return Launched(outputs, inputs, _NO_PLAN, parts, playing.running)
+        return Launched(outputs, inputs, NO_PLAN, parts, playing.running)
 
-    @staticmethod
-    def _eagerly(codes: list[MethodCode]) -> None:
-        for code in codes:
-            code.num_eager += 1
+    def _leave(self, op: Run, why: str) -> Launched | None:
+        """Say once that compiled code cannot do a launch, and count it; a unit's methods count for themselves."""
+        name, how = (".".join(op.key), "eagerly") if op.unit is None else (op.target, "method by method")
+        if name not in self._told:
+            self._told.add(name)
+            log.info("%s is compiled, but runs %s in some batches: %s", name, how, why)
+        if op.unit is None:
+            self.modules[op.key[0]].codes[op.method.name].num_eager += 1
+        return None
 
     def call(self, run: Run, context: Context, inputs: dict[str, Any], works: list[Work], traces: Traces) -> Any:
         """One method of a unit that cannot run as a whole: its outputs; None if this batch needs the method itself.
@@ -123,9 +138,11 @@ class Taper:
         code = self.modules[run.key[0]].codes.get(run.method.name)
         if code is None:
             return None
-        wiring = self._wiring(run, inputs) if context.num_rows <= code.most_rows else None
-        if wiring is None or context.positions.dtype != torch.int64 or context.plan:
-            return self._eagerly([code])
+        if context.num_rows > code.most_rows:
+            return self._leave(run, _TOO_MANY.format(context.num_rows, code.most_rows))
+        wiring = self._wiring(run, inputs)
+        if isinstance(wiring, str) or context.positions.dtype != torch.int64 or context.plan:
+            return self._leave(run, wiring if isinstance(wiring, str) else _PLANNED if context.plan else _FRACTIONS)
         rows = {run.key[0]: context.rows}
         playing = self._play(wiring, context, inputs, rows=rows, works=works, traces=traces, is_saved=True)
         playing.running.settle()
@@ -136,7 +153,7 @@ class Taper:
 
     # ---- wiring -----------------------------------------------------------------------------------------
 
-    def _wiring(self, op: Run, inputs: Mapping[str, Any]) -> Wiring | None:
+    def _wiring(self, op: Run, inputs: Mapping[str, Any]) -> Wiring | str:
         absent = frozenset(name for name, value in inputs.items() if value is None)
         key = (id(op), absent)
         if key not in self._wirings:
@@ -165,7 +182,7 @@ class Taper:
         ]
         tape = Tape(
             wiring.calls, values, num_registers=wiring.num_registers, num_times=len(entries), saves=saves,
-            kept=(wiring, base, draws, flags, changes),
+            kept=(wiring, base.kv, draws, flags, changes.draws),
         )  # fmt: skip
         traces.draws += changes.draws
         traces.saved += changes.saved
@@ -265,7 +282,7 @@ class _Filler:
             case ("rows", module):
                 return self._rows[module]
             case ("turn", number):
-                return _alike(num_rows, int(number))
+                return everywhere(num_rows, int(number), _CPU)
             case ("port", port):
                 value = self._inputs[port]
                 return value if type(value) is Later else value.contiguous()
@@ -278,7 +295,7 @@ class _Filler:
             case ("present", port):
                 return base.present[port]
             case ("everywhere",) | ("nowhere",):
-                return everywhere(num_rows, name[0] == "everywhere", torch.device("cpu"))
+                return everywhere(num_rows, name[0] == "everywhere", _CPU)
             case ("absent", port):
                 spec = self._wiring.absent[port]
                 return _zeros((num_rows, *(spec.shape or ())), port_dtype(spec, self._taper.modules.dtype))
@@ -297,22 +314,23 @@ class _Wirer:
         self._num_made = 0
         self._written: dict[str, Made | None] = {}  # value -> who wrote it last
 
-    def wire(self) -> Wiring | None:
-        """None if a value is not as the code after it needs it."""
+    def wire(self) -> Wiring | str:
+        """Why not, if a value is not as the code after it needs it."""
         unit = self.op.unit
         steps = ((0, None),) if unit is None else unit.steps
         for index, iteration in steps:
-            if not self._step(index, iteration):
-                return None
+            if (name := self._step(index, iteration)) is not None:
+                return f"its input {name!r} is absent, or not of the shape and dtype that its code takes"
         self._finish()
         return self.wiring
 
-    def _step(self, index: int, iteration: int | None) -> bool:
+    def _step(self, index: int, iteration: int | None) -> str | None:
+        """Add a call; a port's name if it has no value that can be read."""
         run, wiring = self.op.runs[index], self.wiring
         module, prefix = self.modules[run.key[0]], "" if self.op.unit is None else f"{index}."
         fed = self._fed(run, prefix)
-        if fed is None:
-            return False
+        if isinstance(fed, str):
+            return fed
         codes, optional = module.codes[run.method.name], [p.name for p in run.method.inputs if p.optional]
         code = codes.absent if codes.absent is not None and not any(name in fed for name in optional) else codes.fed
         reads = [self._source(operand, run, prefix, iteration, fed, code) for operand in code.operands]
@@ -330,10 +348,10 @@ class _Wirer:
             wiring.parts.append(_Part(index, iteration, made, inside))
         wiring.outputs |= {f"{prefix}{port}": value for port, value in made.items()}
         self._written |= {value: made[port] for port, value in run.outputs}
-        return True
+        return None
 
-    def _fed(self, run: Run, prefix: str) -> dict[str, int | None] | None:
-        """The run's ports that have a value -> its register, or None where it comes from outside."""
+    def _fed(self, run: Run, prefix: str) -> dict[str, int | None] | str:
+        """The run's ports that have a value -> its register, or None where it comes from outside; or one without."""
         fed: dict[str, int | None] = {}
         value_of = dict(run.inputs)
         for port in run.method.inputs:
@@ -342,15 +360,15 @@ class _Wirer:
                 if prefix + port.name not in self.absent:
                     fed[port.name] = None
                 elif not port.optional:
-                    return None
+                    return port.name
                 continue
             made = self._written[value]
             if made is None and not port.optional:
-                return None
+                return port.name
             if made is not None:
                 register, output = made
                 if output.dtype != port_dtype(port, self.modules.dtype) or output.shape != port.shape:
-                    return None
+                    return port.name
                 fed[port.name] = register
         return fed
 
@@ -401,7 +419,7 @@ class _Wirer:
         for code, reads, writes, charge in self._calls:
             read = np.array([self._places[r] if isinstance(r, tuple) else first + r for r in reads], dtype=np.int64)
             write = np.array([first + w for w in writes], dtype=np.int64)
-            wiring.kept += [read, write]
+            wiring.kept += [read, write, code.program]
             calls.append(Call.of(code.program.code, reads=read, writes=write, charge=charge))
         wiring.calls = (Call * len(calls))(*calls)
 
@@ -411,12 +429,6 @@ class _Wirer:
         wiring.outputs = moved(wiring.outputs)
         for part in wiring.parts:
             part.made, part.inside = moved(part.made), moved(part.inside)
-
-
-@cache
-def _alike(num_rows: int, value: int) -> Tensor:
-    """(B,) int64."""
-    return torch.full((num_rows,), value)
 
 
 @cache

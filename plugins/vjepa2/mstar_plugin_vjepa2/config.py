@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mstar.errors import ConfigError
+from mstar.plugin.spec import Task
 
 CHECKPOINT = "facebook/vjepa2-vitl-fpc64-256"
 AC_FILE = "vjepa2-ac-vitg.pt"
@@ -20,6 +21,10 @@ AC_FILE = "vjepa2-ac-vitg.pt"
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 RESAMPLING = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CONDITIONS = 2
+"""Tokens of a frame's block in the action-conditioned predictor before its patches: action and state."""
+CLIPS = 4
+"""How many times longer a clip may be than those that a checkpoint was trained on: all its tokens see each other."""
 ACTION_DIM = 7
 """Position, extrinsic xyz Euler angles and gripper: what poses are integrated in, and the release's width."""
 
@@ -188,6 +193,11 @@ class VJEPA2ACConfig(_Shape):
     @property
     def action_dim(self) -> int:
         return self.predictor.action_dim
+
+    @property
+    def block(self) -> int:
+        """Tokens of a frame in the predictor."""
+        return CONDITIONS + self.patches
 
     @property
     def max_frames(self) -> int:
@@ -443,6 +453,7 @@ def _action_conditioned(fields: Fields, files: list[Path]) -> VJEPA2ACConfig:
             raise ahead.refuse(name, f"the encoder's is {value}", "make the two agree")
     if _side(ahead) != encoder.image_size:
         raise ahead.refuse("img_size", f"the encoder's is {encoder.image_size}", "make the two agree")
+    ahead.require("action_embed_dim", ACTION_DIM, "poses and plans have position, angles and gripper")
     predictor = ACPredictorConfig(
         blocks=_blocks(
             ahead, dim="predictor_embed_dim", depth="depth", heads="num_heads", ratio="mlp_ratio", defaults={}
@@ -483,15 +494,16 @@ def _side(fields: Fields) -> int:
     return Fields({"img_size": sides.pop()}, fields.path, fields.prefix).whole("img_size")
 
 
-def offers(config: VJEPA2Config | VJEPA2ACConfig) -> tuple[str, ...]:
-    """The tasks that a checkpoint can do."""
+def offers(config: VJEPA2Config | VJEPA2ACConfig, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks that a checkpoint can do. Videos become clips as long as those it was trained on."""
     if isinstance(config, VJEPA2ACConfig):
-        return ("encode", "rollout", "teacher_forced", "plan")
-    return ("encode", "predict", "anticipate")
+        return {name: tasks[name] for name in ("encode", "rollout", "teacher_forced", "plan")}
+    usual = (config.frames_per_clip, config.tubelet_size)
+    return {name: replace(tasks[name], video_frames=usual) for name in ("encode", "predict", "anticipate")}
 
 
 def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:
-    """Tokens of the longest rollout; of the clips it was trained on, where there are none."""
+    """Tokens of the longest rollout; of V-JEPA 2, of the longest clip: `CLIPS` times those it was trained on."""
     if isinstance(config, VJEPA2ACConfig):
-        return config.max_frames * (config.patches + 2)
-    return config.frames_per_clip // config.tubelet_size * config.patches
+        return config.max_frames * config.block
+    return CLIPS * max(1, config.frames_per_clip // config.tubelet_size) * config.patches

@@ -36,8 +36,6 @@ ENCODER_BATCH = 16
 """Clips or frames a batch; more are no faster."""
 STEP_BATCH = 128
 """Rollouts and candidates that take a step together."""
-CONDITIONS = 2
-"""Tokens of a frame's block before its patches: its action and its state. (`modeling.ac` has it too.)"""
 
 
 def build(config: VJEPA2Config | VJEPA2ACConfig | None = None) -> Graph:
@@ -132,7 +130,7 @@ def _action_nodes(config: VJEPA2ACConfig) -> tuple[Node, ...]:
         name="step",
         inputs=(z, state, table["actions"], table["states"], Port("given", dtype="int64")),
         outputs=(z, state, Port("length", dtype="int64")),
-        kv=KV(attention="full", tokens=config.patches + CONDITIONS),
+        kv=KV(attention="full", tokens=config.block),
         max_batch=STEP_BATCH,
     )
     pick = Method(name="pick", inputs=(features, index), outputs=(z,))

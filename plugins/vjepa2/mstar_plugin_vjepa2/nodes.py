@@ -13,7 +13,7 @@ from mstar.plugin.spec import Checkpoint
 from mstar_plugin_vjepa2 import weights
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig, VJEPA2Config
 from mstar_plugin_vjepa2.modeling import cem
-from mstar_plugin_vjepa2.modeling.ac import CONDITIONS, ACPredictor
+from mstar_plugin_vjepa2.modeling.ac import ACPredictor
 from mstar_plugin_vjepa2.modeling.encoder import Encoder
 from mstar_plugin_vjepa2.modeling.pose import integrate
 from mstar_plugin_vjepa2.modeling.predictor import Predictor
@@ -101,7 +101,7 @@ class ActionPredictor(Node):
         at = ctx.iteration.clamp(max=actions.shape[1] - 1)[:, None, None].expand(-1, 1, actions.shape[2])
         action = actions.gather(1, at)[:, 0]
         state = torch.where(is_given[:, None], states.gather(1, at)[:, 0], state)
-        frame = ctx.positions[ctx.query_starts[:-1].long()].long() // (self.config.patches + CONDITIONS)
+        frame = ctx.positions[ctx.query_starts[:-1].long()].long() // self.config.block
         predicted = self.predictor(z, action, state, frame, ctx.kv.attend)
         return {"z": predicted, "state": integrate(state, action), "length": frame + 1}
 

@@ -125,6 +125,7 @@ SPEC = ModelSpec(
     offers="mstar_plugin_vjepa2.config:offers",
     tiny={"tiny": "mstar_plugin_vjepa2.tiny:make", "tiny-ac": "mstar_plugin_vjepa2.tiny:make_ac"},
     max_model_len="mstar_plugin_vjepa2.config:max_model_len",
+    plot="mstar_plugin_vjepa2.processing.plot:draw",
 )
 
 

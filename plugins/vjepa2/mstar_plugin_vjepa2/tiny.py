@@ -1,4 +1,4 @@
-"""Writes tiny random checkpoints in the real on-disk layouts. The same files every time; no parameter is zero or one."""
+"""Writes tiny random checkpoints in the real on-disk layouts: the same files every time, no parameter zero or one."""
 
 from __future__ import annotations
 

@@ -24,6 +24,10 @@ from mstar_plugin_vjepa2.modeling.predictor import Predictor
 _KIND = r"\.(weight|bias)"
 
 
+IDLE: tuple[str, ...] = (r"(predictor_)?pos_embed", r"extrinsics_encoder\..*")
+"""What the release may carry and does not use: rotary positions have no table, and no extrinsics are taken."""
+
+
 def _block(theirs: str, *, attention: str) -> dict[str, str]:
     """Rules for a stack of blocks that the checkpoint calls `theirs`."""
     layer, ours = theirs.replace(".", r"\.") + r"\.(\d+)\.", r"blocks.\1."
@@ -57,14 +61,12 @@ AC_PREDICTOR = {
     r"predictor_(norm|proj)" + _KIND: r"\1.\2",
     **_block("predictor_blocks", attention="attn"),
 }
-AC_IGNORED = (r"(predictor_)?pos_embed", r"extrinsics_encoder\..*")
-"""What the release may carry and does not use: rotary positions have no table, and no extrinsics are taken."""
 
 
 def load_encoder(module: Encoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the encoder of either layout. Raises ConfigError that lists what does not fit."""
     if checkpoint.config.kind == "ac":
-        weights, rules, ignore = _ac_part(checkpoint.config.file, "encoder"), AC_ENCODER, AC_IGNORED
+        weights, rules, ignore = _ac_part(checkpoint.config.file, "encoder"), AC_ENCODER, IDLE
     else:
         weights, rules, ignore = Weights.open(checkpoint.folder), ENCODER, (r"predictor\..*",)
     load_into(module, _unfolded(weights), rename=rules, ignore=ignore, dtype=dtype, device=device)
@@ -75,7 +77,7 @@ def load_predictor(
 ) -> None:
     """Fill the predictor of either layout. Raises ConfigError that lists what does not fit."""
     if checkpoint.config.kind == "ac":
-        weights, rules, ignore = _ac_part(checkpoint.config.file, "predictor"), AC_PREDICTOR, AC_IGNORED
+        weights, rules, ignore = _ac_part(checkpoint.config.file, "predictor"), AC_PREDICTOR, IDLE
     else:
         weights, rules, ignore = Weights.open(checkpoint.folder), PREDICTOR, (r"encoder\..*",)
     load_into(module, weights, rename=rules, ignore=ignore, dtype=dtype, device=device)

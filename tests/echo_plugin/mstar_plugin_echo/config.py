@@ -209,6 +209,10 @@ class StatesParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fail_step: bool = False
 
 
+class MediaParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`media`: none."""
+
+
 def sampling(params: Any) -> SamplingParams:
     """The sampling parameters among a task's parameters."""
     return SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__struct_fields__})

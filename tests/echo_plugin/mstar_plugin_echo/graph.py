@@ -334,6 +334,11 @@ def states_walks() -> tuple[Walk, ...]:
     )
 
 
+def media_walk() -> Walk:
+    join = Call("join.concat", inputs={"parts": "facts"}, emits={"joined": "facts"})
+    return Walk(name="media", inputs=("facts",), section=join)
+
+
 # ---- predicates -----------------------------------------------------------------------------------------
 
 
@@ -384,6 +389,7 @@ def states() -> States:
             Start(walk="open", task="session", when=lambda r: not r.resumed),
             Start(walk="resume", task="session"),
             Start(walk="draft", task="states"),
+            Start(walk="media", task="media"),
         ),
         thens=(
             Then(after="draft", walk="revise", step="reencode", when=lambda r: r.params.revise),
@@ -414,6 +420,7 @@ def graph(config: EchoConfig | None = None) -> Graph:
             *trouble_walks(),
             *session_walks(),
             *states_walks(),
+            media_walk(),
         ),
         streams=(
             Stream(name="frames", policy=LeftContext(FRAME_SIZES, 1)),

@@ -30,7 +30,7 @@ from mstar_plugin_echo.config import (
 )
 from mstar_plugin_echo.graph import FRAME_SIZES, LEFT_SIZES
 from mstar_plugin_echo.plugin import TASKS as TASK_SPECS
-from mstar_plugin_echo.processing import NUM_LATENTS
+from mstar_plugin_echo.processing import NUM_LATENTS, media_facts
 from mstar_plugin_echo.reference import Draws, History, Model, Path, Piece, pieces, windows
 
 
@@ -403,6 +403,12 @@ def states(run: Run) -> None:
     run.expected.tensors["draft"] = torch.tensor(draft)
 
 
+def media(run: Run) -> None:
+    run.count("join.concat")
+    facts = [fact for part in run.request.parts for fact in media_facts(part)]
+    run.expected.tensors["facts"] = torch.tensor(facts)
+
+
 TASKS: dict[str, Callable[[Run], None]] = {
     "generate": generate,
     "nested": nested,
@@ -414,4 +420,5 @@ TASKS: dict[str, Callable[[Run], None]] = {
     "trouble": trouble,
     "session": session,
     "states": states,
+    "media": media,
 }

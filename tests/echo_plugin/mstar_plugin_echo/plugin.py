@@ -63,6 +63,12 @@ TASKS = {
         tensors_out=("draft", "revised"),
         default_outputs=("text", "tensors"),
     ),
+    "media": Task(
+        params=config.MediaParams,
+        inputs=("text", "image", "audio", "video"),
+        outputs=("tensors",),
+        tensors_out=("facts",),
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -19,9 +20,12 @@ from mstar.errors import RequestError
 from mstar.layers.sampling import draw_key, normal
 from mstar.plugin import (
     AudioChunk,
+    AudioPart,
     Chunk,
     Emission,
     Encoded,
+    ImagePart,
+    Part,
     Processor,
     ProgressChunk,
     Request,
@@ -31,6 +35,7 @@ from mstar.plugin import (
     TextChunk,
     TextPart,
     TokensPart,
+    VideoPart,
 )
 from mstar_plugin_echo.config import (
     BOS,
@@ -311,6 +316,22 @@ def encode_states(request: Request) -> Encoded:
     )
 
 
+def encode_media(request: Request) -> Encoded:
+    return Encoded(inputs={"facts": [media_facts(part) for part in request.parts]})
+
+
+def media_facts(part: Part) -> list[int]:
+    """What came of a part: sample rate or milliseconds of a clip, shape, and a checksum of its bytes."""
+    if isinstance(part, AudioPart):
+        return [part.sample_rate, *part.samples.shape, zlib.crc32(part.samples.tobytes())]
+    if isinstance(part, ImagePart):
+        return [*part.pixels.shape, zlib.crc32(part.pixels.tobytes())]
+    if isinstance(part, VideoPart):
+        return [round(1000 * float(part.timestamps[-1])), *part.frames.shape, zlib.crc32(part.frames.tobytes())]
+    assert isinstance(part, TextPart)
+    return [len(part.text), zlib.crc32(part.text.encode())]
+
+
 ENCODERS: dict[str, Callable[[Request], Encoded]] = {
     "generate": encode_generate,
     "nested": encode_nested,
@@ -322,6 +343,7 @@ ENCODERS: dict[str, Callable[[Request], Encoded]] = {
     "trouble": encode_trouble,
     "session": encode_session,
     "states": encode_states,
+    "media": encode_media,
 }
 
 

@@ -11,15 +11,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mstar.layers.linear import Linear
 from mstar.layers.norm import LayerNorm
-from mstar_plugin_vjepa2.config import VJEPA2ACConfig
-from mstar_plugin_vjepa2.modeling.blocks import Block, full_attention, place, rotary
-
-CONDITIONS = 2
-"""Tokens of a block before its patches: action and state."""
+from mstar_plugin_vjepa2.config import CONDITIONS, VJEPA2ACConfig
+from mstar_plugin_vjepa2.modeling.blocks import Block, full_attention, normalized, place, rotary
 
 
 class AttendPaged(Protocol):
@@ -81,11 +77,6 @@ class ACPredictor(nn.Module):
     def read(self, blocks: Tensor) -> Tensor:
         """Blocks (..., P + 2, dim) after the last layer -> predictions (..., P, D)."""
         return self.proj(self.norm(blocks[..., CONDITIONS:, :]))
-
-
-def normalized(latents: Tensor) -> Tensor:
-    """(..., D) -> each token with mean 0 and variance 1, as frames are encoded and predictions fed back."""
-    return functional.layer_norm(latents, latents.shape[-1:])
 
 
 def full_sequence(module: ACPredictor, z: Tensor, actions: Tensor, states: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
+def normalized(latents: Tensor) -> Tensor:
+    """(..., D) -> each token with mean 0 and variance 1, as single frames are encoded and predictions fed back."""
+    return functional.layer_norm(latents, latents.shape[-1:])
+
+
 # ---- positions ------------------------------------------------------------------------------------------
 
 

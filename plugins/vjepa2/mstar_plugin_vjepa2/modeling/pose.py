@@ -25,6 +25,15 @@ def integrate(state: Tensor, action: Tensor) -> Tensor:
     return torch.cat((position, angles, gripper), dim=1).to(state.dtype)
 
 
+def action_between(start: Tensor, end: Tensor) -> Tensor:
+    """The action that takes one pose to another, (B, 7) each: `integrate` the other way round, gripper unclipped."""
+    before, after = start.double(), end.double()
+    back = from_euler(before[:, 3:6]) * before.new_tensor([-1, -1, -1, 1])
+    angles = to_euler(compose(from_euler(after[:, 3:6]), back))
+    difference = after - before
+    return torch.cat((difference[:, :3], angles, difference[:, 6:]), dim=1).to(start.dtype)
+
+
 def from_euler(angles: Tensor) -> Tensor:
     """Angles (B, 3) about the fixed axes x, then y, then z -> unit quaternions (B, 4), scalar last."""
     sin, cos = (angles / 2).sin(), (angles / 2).cos()

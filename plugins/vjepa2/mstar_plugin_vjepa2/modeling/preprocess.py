@@ -1,6 +1,6 @@
 """From decoded frames to what the encoder takes.
 
-`vjepa2` checkpoints follow transformers' processor: bytes are resized with antialiasing, as its torchvision would do it,
+`vjepa2` checkpoints follow transformers' processor: bytes are resized with antialiasing, as torchvision does it for it,
 and rounded to bytes again, before the centre crop. The action-conditioned release cuts the largest centred square out
 first and resizes floats without antialiasing or rounding.
 """

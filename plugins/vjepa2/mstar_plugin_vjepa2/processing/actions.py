@@ -9,10 +9,14 @@ from torch import Tensor
 
 from mstar.plugin import Encoded, ImagePart, Request, RequestError, VideoPart
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
-from mstar_plugin_vjepa2.graph import CONDITIONS
-from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
 from mstar_plugin_vjepa2.modeling import cem
 from mstar_plugin_vjepa2.plugin import MOST_DRAWS, PlanParams, RolloutParams
+from mstar_plugin_vjepa2.processing.inputs import Frames, read_frames, read_rows, read_shaped, table
+
+MOST_ROWS = 1024
+"""Rollouts of a request."""
+MOST_BYTES = 4 << 30
+"""Of a request's latents, which a server holds until they are sent."""
 
 
 class ActionInputs:
@@ -53,6 +57,7 @@ class ActionInputs:
         fields = {"context": context - 1, "horizon": horizon}
         if params.goal_frame is not None or inputs["given_goal"] is not None:
             fields["goal"] = 1
+        self._check_goal(request, fields)
         if len(items) > 1:
             if request.session is not None:
                 message = (
@@ -98,7 +103,8 @@ class ActionInputs:
             "firsts": [rows[0][1]],
         }  # fmt: skip
         fields = {"horizon": horizon} | ({} if goal is None else {"goal": 1})
-        return self._encoded(inputs, fields, tokens=0, blocks=horizon)
+        self._check_goal(request, fields)
+        return self._encoded(inputs, fields, tokens=0, blocks=length + horizon)
 
     def _refuse_opening(self, request: Request, param: str) -> None:
         message = (
@@ -112,7 +118,9 @@ class ActionInputs:
         number = len(frames) - 1
         if number < 1:
             raise RequestError("there is 1 frame; teacher forcing needs at least 2", param=frames.param)
-        self._check_room(number, kept=0, horizon=1)
+        if number > (most := self.config.max_frames):
+            message = f"there are {len(frames)} frames; the checkpoint has positions for {most} steps: give at most "
+            raise RequestError(f"{message}{most + 1}", param=frames.param, code="context_length_exceeded")
         actions, given = self._actions(request, dims=(2, 3)), read_rows(request, "states", self.width, dims=(2, 3))
         if given is None:
             raise RequestError(f"tensor 'states' is missing; give [{number},{self.width}]", param="states")
@@ -258,6 +266,13 @@ class ActionInputs:
             )
             raise RequestError(message, param="actions")
         number = max(sizes, default=1)
+        if number > MOST_ROWS:
+            message = f"there are {number} rollouts in one request; give at most {MOST_ROWS} rows"
+            raise RequestError(message, param="actions" if len(actions) > 1 else "states")
+        latents = number * actions.shape[1] * self.config.patches * self.config.dim * torch.float32.itemsize
+        if latents > MOST_BYTES:
+            message = f"the latents would take {latents / 2**30:.1f} GiB, more than {MOST_BYTES >> 30} GiB; "
+            raise RequestError(message + "give fewer rows, or a shorter horizon", param="actions")
         return list(zip(actions.expand(number, -1, -1), states.expand(number, -1, -1), strict=True))
 
     def _row(self, actions: Tensor, states: Tensor, *, context: int) -> dict[str, Any]:
@@ -295,6 +310,12 @@ class ActionInputs:
             "given_goal": goal,
         }
 
+    def _check_goal(self, request: Request, fields: dict[str, int]) -> None:
+        """Refuse to give distances to nothing."""
+        if "goal" not in fields and "tensor:distances" in request.outputs:
+            message = "there is no goal that 'distances' could be to; give tensor 'goal'"
+            raise RequestError(message + ("" if request.resumed else ", or params.goal_frame"), param="outputs")
+
     def _goal(self, request: Request) -> Tensor | None:
         return read_shaped(request, "goal", (self.config.patches, self.config.dim), "patches, width")
 
@@ -302,7 +323,7 @@ class ActionInputs:
         return Encoded(
             inputs=inputs,
             fields=fields,
-            kv_tokens={"ac.main": blocks * (self.config.patches + CONDITIONS)},
+            kv_tokens={"ac.main": blocks * self.config.block},
             usage={"prompt_tokens": tokens * self.config.patches},
         )
 

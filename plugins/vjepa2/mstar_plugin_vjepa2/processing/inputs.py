@@ -13,8 +13,11 @@ from mstar.plugin import ImagePart, Request, RequestError, VideoPart
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig, VJEPA2Config
 from mstar_plugin_vjepa2.modeling.preprocess import preprocess
 
-MOST_CLIPS = 1024
-MOST_CLIP_FRAMES = 1024
+MOST_FRAMES = 1024
+"""Of a request, over all its clips."""
+MOST_STRETCH = 32
+"""How often the shorter side of a frame fits into the longer one; it is resized before it is cropped."""
+_PREPROCESSED = 16  # frames at once
 _SOURCES = "a video, images, or one of the tensors 'frames' and 'pixel_values'"
 
 
@@ -34,11 +37,23 @@ class Frames:
     def pixels(self, config: VJEPA2Config | VJEPA2ACConfig, indices: Sequence[int] | None = None) -> Tensor:
         """Frames `indices` (default: all), normalised: (T, 3, S, S) float32."""
         values = self.values if indices is None else self.values[list(indices)]
-        return preprocess(values, config.preprocess) if values.dtype == torch.uint8 else values
+        if len(values) > MOST_FRAMES:
+            raise RequestError(f"there are {len(values)} frames; give at most {MOST_FRAMES}", param=self.param)
+        if values.dtype != torch.uint8:
+            return values
+        height, width = values.shape[1:3]
+        if max(height, width) > MOST_STRETCH * min(height, width):
+            message = f"frames are {width}x{height} pixels; one side may be at most {MOST_STRETCH} times the other"
+            raise RequestError(message, param=self.param)
+        return torch.cat([preprocess(part, config.preprocess) for part in values.split(_PREPROCESSED)])
 
 
-def read_clips(request: Request, config: VJEPA2Config) -> list[Tensor]:
-    """The request's clips, (T, 3, S, S) each and all of one shape: videos, images of one frame each, or tensors."""
+def read_clips(request: Request, config: VJEPA2Config, *, most_tokens: int) -> list[Tensor]:
+    """The request's clips, (T, 3, S, S) each and all of one shape: videos, images of one frame each, or tensors.
+
+    Args:
+        most_tokens: of one clip, all of which attend to each other.
+    """
     found = [Frames(torch.from_numpy(p.frames), "inputs") for p in request.parts if isinstance(p, VideoPart)]
     images = [Frames(torch.from_numpy(p.pixels)[None], "inputs") for p in request.parts if isinstance(p, ImagePart)]
     tensors = _tensors(request)
@@ -49,23 +64,28 @@ def read_clips(request: Request, config: VJEPA2Config) -> list[Tensor]:
             clips = [Frames(_pixel_values(clip, config), name) for clip in tensor]
         else:
             clips = [_tensor_frames(name, tensor, config)]
-    if not 1 <= len(clips) <= MOST_CLIPS:
-        raise RequestError(f"there are {len(clips)} clips; give 1 to {MOST_CLIPS}", param=_name(clips, "pixel_values"))
+    if not clips:
+        raise RequestError("pixel_values holds no clip; give at least 1", param="pixel_values")
+    if (number := sum(map(len, clips))) > MOST_FRAMES:
+        message = f"there are {number} frames in {len(clips)} clips; give at most {MOST_FRAMES} at once"
+        raise RequestError(message, param=clips[0].param)
     for clip in clips:
-        _check_length(clip, config)
+        _check_length(clip, config, most_tokens=most_tokens)
     if len({len(clip) for clip in clips}) > 1:
         lengths = ", ".join(str(len(clip)) for clip in clips)
         raise RequestError(f"clips have {lengths} frames; those of one request must be as long", param="inputs")
     return [clip.pixels(config) for clip in clips]
 
 
-def _check_length(clip: Frames, config: VJEPA2Config) -> None:
+def _check_length(clip: Frames, config: VJEPA2Config, *, most_tokens: int) -> None:
     number, tubelet = len(clip), config.tubelet_size
+    if (tokens := number // tubelet * config.patches) > most_tokens:
+        message = f"a clip has {number} frames, {tokens} tokens; the limit is {most_tokens} (--max-model-len); "
+        message += f"give at most {most_tokens // config.patches * tubelet} frames"
+        raise RequestError(message, param=clip.param, code="context_length_exceeded")
     if number != 1 and number % tubelet:
         message = f"a clip has {number} frames; give 1 or a multiple of {tubelet}, which one token spans"
         raise RequestError(message, param=clip.param)
-    if not 1 <= number <= MOST_CLIP_FRAMES:
-        raise RequestError(f"a clip has {number} frames; give 1 to {MOST_CLIP_FRAMES}", param=clip.param)
 
 
 def read_frames(request: Request, config: VJEPA2ACConfig) -> Frames | None:
@@ -116,10 +136,6 @@ def _pixel_values(tensor: Tensor, config: VJEPA2Config | VJEPA2ACConfig) -> Tens
     return tensor.float()
 
 
-def _name(clips: Sequence[Frames], other: str) -> str:
-    return clips[0].param if clips else other
-
-
 # ---- other tensors --------------------------------------------------------------------------------------
 
 
@@ -135,6 +151,8 @@ def read_mask(request: Request, name: str, *, clips: int, tokens: int) -> Tensor
     mask = (mask[None].expand(clips, -1) if mask.dim() == 1 else mask).to(torch.int64)
     if len(mask) != clips:
         raise RequestError(f"{name} has {len(mask)} rows for {clips} clips; give one a clip", param=name)
+    if mask.shape[1] > tokens:
+        raise RequestError(f"{name} has {mask.shape[1]} indices a clip, which has {tokens} patches", param=name)
     if mask.min() < 0 or mask.max() >= tokens:
         wrong = int(mask[(mask < 0) | (mask >= tokens)][0])
         raise RequestError(f"{name} contains {wrong}; the clip's patches are 0 to {tokens - 1}", param=name)
@@ -147,7 +165,8 @@ def read_rows(request: Request, name: str, width: int, *, dims: tuple[int, ...])
     if tensor is None:
         return None
     if not tensor.is_floating_point() or tensor.dim() not in dims or tensor.shape[-1] != width or not tensor.numel():
-        shapes = " or ".join("[" + "B,N,"[(3 - n) * 2 :] + f"{width}]" for n in dims)
+        axes = {1: "", 2: "B," if 1 in dims else "N,", 3: "B,N,"}
+        shapes = " or ".join(f"[{axes[n]}{width}]" for n in dims)
         raise RequestError(f"{name} is {_described(tensor)}; give finite floats {shapes}", param=name)
     return tensor.float()
 
@@ -158,7 +177,7 @@ def read_shaped(request: Request, name: str, shape: tuple[int, ...], meaning: st
     if tensor is None:
         return None
     if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
-        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})".replace(" ", " ")
+        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})"
         raise RequestError(message, param=name)
     return tensor.float()
 
