@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -128,7 +129,8 @@ def test_a_generate_request_is_narrowed_to_what_the_model_takes(parrot_spec: Mod
     fields = properties(document(echo), "GenerateRequest")
     names = [reference.rpartition("/")[2] for reference in references(fields["inputs"])]
     assert names == ["TextInput", "TokensInput", "TensorInput", "ImageInput", "AudioInput", "VideoInput"]
-    assert fields["messages"] == {"type": "null"}  # no task takes them
+    without = properties(document(replace(echo, tasks={"media": echo.tasks["media"]}, endpoints=())), "GenerateRequest")
+    assert without["messages"] == {"type": "null"}  # no task takes them
     tensor = found["components"]["schemas"]["TensorValue"]
     assert sorted(tensor["properties"]) == sorted(tensor["required"]) == ["data", "dtype", "shape"]
 
