@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -566,6 +567,25 @@ def test_our_client_chats_draws_and_edits(url: str, client: httpx.Client) -> Non
         )
         with pytest.raises(mstar.client.APIError, match="known: prompt"):
             ours.generate_images("a", colour=1)
+
+
+def test_our_client_for_asyncio_gives_the_same(url: str, client: httpx.Client) -> None:
+    async def ask() -> tuple[Any, ...]:
+        async with mstar.AsyncClient(url) as ours:
+            whole = await ours.chat("hello", max_tokens=9)
+            async with ours.stream_chat("hello", max_tokens=9) as stream:
+                pieces = [piece async for piece in stream]
+            drawn = await ours.generate_images("a fox", seed=7)
+            return (
+                whole.text,
+                "".join(piece.text for piece in pieces),
+                drawn,
+                await ours.edit_image(drawn[0], "x", seed=7),
+            )
+
+    text, streamed, drawn, edited = asyncio.run(ask())
+    assert text == streamed == chat(client, max_tokens=9)["choices"][0]["message"]["content"]
+    assert np.array_equal(drawn[0], pixels(draw(client)["data"][0]["b64_json"])) and edited[0].shape == (8, 8, 3)
 
 
 # ---- routes, media rules, metrics ---------------------------------------------------------------------------------
