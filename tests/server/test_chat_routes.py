@@ -6,7 +6,9 @@ import asyncio
 import base64
 import io
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -586,6 +588,13 @@ def test_our_client_for_asyncio_gives_the_same(url: str, client: httpx.Client) -
     text, streamed, drawn, edited = asyncio.run(ask())
     assert text == streamed == chat(client, max_tokens=9)["choices"][0]["message"]["content"]
     assert np.array_equal(drawn[0], pixels(draw(client)["data"][0]["b64_json"])) and edited[0].shape == (8, 8, 3)
+
+
+def test_the_documented_client_chats_and_draws(url: str, client: httpx.Client) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    with mstar.Client(url) as ours:
+        exec(compile(block, "docs/serving.md", "exec"), {"client": ours, "mstar": mstar})
 
 
 # ---- routes, media rules, metrics ---------------------------------------------------------------------------------
