@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,7 +80,9 @@ def test_bits_of_invariant_rows_do_not_depend_on_their_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("depth", "width"), [(1, 1), (15, 23), (64, 24), (100, 50), (1030, 77), (4100, 25)])
+@pytest.mark.parametrize(
+    ("depth", "width"), [(1, 1), (15, 23), (64, 24), (100, 50), (1030, 77), (4100, 25), (4100, 70)]
+)
 def test_kernel_sums_in_one_order_for_any_rows_and_threads(depth: int, width: int, dtype: torch.dtype) -> None:
     if linear_module.kernel(dtype)[0] is None:
         pytest.skip("no C++ compiler")
@@ -98,15 +102,15 @@ def test_kernel_sums_in_one_order_for_any_rows_and_threads(depth: int, width: in
 def test_kernel_writes_and_reads_only_its_own() -> None:
     if linear_module.kernel(torch.bfloat16)[0] is None:
         pytest.skip("no C++ compiler")
-    for rows in (1, 5, 16):
-        x, weight, bias = operands(rows, 33, 29, torch.bfloat16)
+    for rows, width in itertools.product((1, 2, 3, 4, 5, 16), (29, 93)):
+        x, weight, bias = operands(rows, 33, width, torch.bfloat16)
         expected = product(x, weight, bias, threads=1)
         around = [torch.full((operand.numel() + 64,), torch.nan, dtype=operand.dtype) for operand in (x, weight, bias)]
         inside = [
             frame[32:-32].copy_(operand.flatten()).view_as(operand)
             for frame, operand in zip(around, (x, weight, bias), strict=True)
         ]
-        out = torch.full((rows + 2, 29), 7.0, dtype=torch.bfloat16)
+        out = torch.full((rows + 2, width), 7.0, dtype=torch.bfloat16)
         product(*inside, threads=2, out=out[1:-1])
         assert torch.equal(out[1:-1], expected)
         assert (out[[0, -1]] == 7).all()
