@@ -180,7 +180,8 @@ PICTURES: dict[str, st.SearchStrategy[Any]] = {
 OTHERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "/v1/chat/completions": {
         "messages": st.lists(TURN, min_size=1, max_size=3), "audio": st.none(), "max_completion_tokens": st.none(),
-        "stream_options": st.none(), "modalities": st.sampled_from([None, ["text"], ["text", "image"]]),
+        "stream_options": st.none(), "tools": st.sampled_from([None, []]),
+        "modalities": st.sampled_from([None, ["text"], ["text", "image"]]),
     },
     "/v1/images/generations": PICTURES,
     "/v1/images/edits": PICTURES,
