@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -168,11 +168,42 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was: natural logarithm of its probability before temperature and filters.
+
+    Args:
+        token: what it says; U+FFFD stands for bytes that are no whole character.
+        bytes: what it says, exactly.
+    """
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob(Logprob):
+    """The same of a token that was drawn, with the likeliest at its place, the likeliest first."""
+
+    top_logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
+    """A piece of a text.
+
+    Args:
+        index: which of n outputs.
+        logprobs: one for each token id, where they were asked for.
+        channel: "reasoning": what the model thinks before it answers. Each channel is a text of its own; stop strings
+            end the answer alone.
+    """
+
     text: str
     token_ids: tuple[int, ...] = ()
-    index: int = 0  # which of n outputs
-    logprobs: tuple[Any, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    channel: Literal["answer", "reasoning"] = "answer"
 
 
 @dataclass(frozen=True, slots=True)

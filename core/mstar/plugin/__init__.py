@@ -3,7 +3,7 @@
 Importing this package costs milliseconds and no torch. `Node` and `Task` here are declarations: a component of the
 graph, and a thing a model can be asked for. The `nn.Module` behind a component and its turn at a method carry the
 same names in `mstar.plugin.nodes`, which does import torch: a plugin's `nodes.py` imports from there. What a processor
-may use on audio is in `mstar.plugin.media`, which imports numpy and FFmpeg.
+may use on audio is in `mstar.plugin.media`, which imports numpy and FFmpeg; on tokens, in `mstar.plugin.text`.
 """
 
 from mstar.errors import ConfigError, PluginError, RequestError
@@ -42,6 +42,7 @@ from mstar.types import (
     Encoded,
     ImageChunk,
     ImagePart,
+    Logprob,
     Message,
     Part,
     ProgressChunk,
@@ -51,6 +52,7 @@ from mstar.types import (
     TensorPart,
     TextChunk,
     TextPart,
+    TokenLogprob,
     TokensPart,
     VideoPart,
 )
@@ -58,8 +60,8 @@ from mstar.types import (
 __all__ = [
     "KV", "Alias", "AudioChunk", "AudioPart", "Call", "Checkpoint", "Chunk", "ConfigError", "Drop", "DynamicLoop",
     "Each", "Emission", "Encoded", "Fixed", "Fork", "Graph", "ImageChunk", "ImagePart", "LeftContext", "Limits",
-    "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port", "Processor",
+    "Logprob", "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port", "Processor",
     "ProgressChunk", "Request", "RequestError", "RequestView", "SamplingParams", "Sequential", "SlidingWindow",
-    "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokensPart",
-    "VideoPart", "Walk", "When", "Whole", "hookimpl",
+    "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokenLogprob",
+    "TokensPart", "VideoPart", "Walk", "When", "Whole", "hookimpl",
 ]  # fmt: skip

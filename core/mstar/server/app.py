@@ -29,9 +29,10 @@ from starlette.types import Receive, Scope, Send
 import mstar
 from mstar.config import ServerConfig
 from mstar.errors import RequestError
-from mstar.server import openai
+from mstar.server import chat, images, openai
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.guard import Guard, Origins, Reported, StreamBroken, error_response
+from mstar.server.multipart import FORM
 from mstar.server.native import GenerateRequest, check_model, convert, parse_json
 from mstar.server.results import JSON, NDJSON, SAFETENSORS, Form, NativeForm, Outputs
 from mstar.server.schema import openapi_document
@@ -119,6 +120,12 @@ class Surface:
             self.routes.insert(1, ExactRoute("/v1/audio/speech", self.speech, methods=["POST"]))
         if voices is not None:
             self.routes.insert(2, ExactRoute("/v1/audio/voices", self.voices, methods=["GET"]))
+        if chat.CHAT in engine.spec.endpoints:
+            self.routes.append(ExactRoute("/v1/chat/completions", self.chat, methods=["POST"]))
+        if images.GENERATIONS in engine.spec.endpoints:
+            self.routes.append(ExactRoute("/v1/images/generations", self.draw, methods=["POST"]))
+        if images.EDITS in engine.spec.endpoints:
+            self.routes.append(ExactRoute("/v1/images/edits", self.edit, methods=["POST"]))
         if config.enable_metrics:
             self.routes.append(ExactRoute("/metrics", self.metrics, methods=["GET"]))
         self._openapi = openapi_document(
@@ -132,16 +139,37 @@ class Surface:
         """POST /v1/generate."""
         wire = await self._read(request, lambda body: convert(body, GenerateRequest))
         whole = SAFETENSORS if SAFETENSORS in request.headers.get("accept", "") else JSON
-        return await _watched(request.receive, self._answer(wire, NativeForm(NDJSON if wire.stream else whole)))
+        return await self._respond(request, wire, NativeForm(NDJSON if wire.stream else whole))
 
     async def speech(self, request: Request) -> Any:
         """POST /v1/audio/speech."""
         spec = self._engine.spec
         speech, wire = await self._read(request, lambda body: openai.read_speech(body, spec=spec))
+        return await self._respond(request, wire, openai.speech_form(speech))
+
+    async def chat(self, request: Request) -> Any:
+        """POST /v1/chat/completions."""
+        spec = self._engine.spec
+        return await self._respond(request, *await self._read(request, lambda body: chat.read_chat(body, spec=spec)))
+
+    async def draw(self, request: Request) -> Any:
+        """POST /v1/images/generations."""
+        return await self._respond(request, *await self._read(request, self._read_image(images.GENERATIONS)))
+
+    async def edit(self, request: Request) -> Any:
+        """POST /v1/images/edits."""
+        read = self._read_image(images.EDITS)
+        return await self._respond(request, *await self._read(request, read, form=images.read_edit_form))
+
+    def _read_image(self, path: str) -> Callable[[Any], tuple[GenerateRequest, Form]]:
+        return lambda body: images.read_image(body, spec=self._engine.spec, path=path)
+
+    async def _respond(self, request: Request, wire: GenerateRequest, form: Form) -> Any:
+        """The answer, or an error in the words of the route. A client that goes away aborts the request."""
         try:
-            return await _watched(request.receive, self._answer(wire, openai.speech_form(speech)))
+            return await _watched(request.receive, self._answer(wire, form))
         except RequestError as error:
-            raise openai.speech_error(error) from error
+            raise form.worded(error) from error
 
     async def _answer(self, wire: GenerateRequest, form: Form) -> Any:
         """A whole response, or one that streams on from its first chunk. Cancelling aborts the request."""
@@ -160,18 +188,29 @@ class Surface:
             handle.abort()
             raise
 
-    async def _read(self, request: Request, read: Callable[[Any], Answer]) -> Answer:
-        """What `read` makes of the body's JSON. Large bodies do not keep the event loop."""
+    async def _read(
+        self, request: Request, read: Callable[[Any], Answer], *, form: Callable[..., Any] | None = None
+    ) -> Answer:
+        """What `read` makes of the body's JSON. Large bodies do not keep the event loop.
+
+        Args:
+            form: what makes JSON of a multipart form; None: the route takes none.
+        """
+        content_type = request.headers.get("content-type", "")
+        kind, _, charset = content_type.lower().partition(";")
+        is_form = form is not None and kind.strip() == FORM
+        if not is_form and (kind.strip() != JSON or charset.strip() not in ("", "charset=utf-8", 'charset="utf-8"')):
+            message = f"Content-Type is {content_type[:60]!r}; it must be {JSON}, in UTF-8"
+            message += f", or {FORM}" if form is not None else ""
+            raise RequestError(message, status=415, param="Content-Type")
         body = await self._body(request)
-        if len(body) < _LARGE_BYTES:
-            return read(parse_json(body))
-        return await asyncio.to_thread(lambda: read(parse_json(body)))
+
+        def parse() -> Answer:
+            return read(form(body, content_type=content_type) if form is not None and is_form else parse_json(body))
+
+        return parse() if len(body) < _LARGE_BYTES else await asyncio.to_thread(parse)
 
     async def _body(self, request: Request) -> bytes:
-        kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
-        if kind.strip() != JSON or charset.strip() not in ("", "charset=utf-8", 'charset="utf-8"'):
-            message = f"Content-Type is {request.headers.get('content-type', '')[:60]!r}; it must be {JSON}, in UTF-8"
-            raise RequestError(message, status=415, param="Content-Type")
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             message = f"Content-Encoding is {encoding[:60]!r}; send the body as it is"
             raise RequestError(message, status=415, param="Content-Encoding")

@@ -13,7 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -150,7 +151,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
-        raise RequestError(f"the key {_short(twice)} is given twice; leave one out", param=twice[:60])
+        raise RequestError(f"the key {short(twice)} is given twice; leave one out", param=twice[:60])
     return found
 
 
@@ -174,7 +175,7 @@ def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[s
         more: names the client may also use, to be listed beside the type's own.
     """
     try:
-        _check_values(value, prefix=prefix)
+        check_values(value, prefix=prefix)
         return msgspec.convert(value, kind)
     except RecursionError as error:
         raise RequestError("the request is nested too deeply; no field needs more than a few levels") from error
@@ -192,43 +193,61 @@ def _explained(
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
         known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{_short(name)} is unknown{known}", param=name[:60], code="unknown_parameter")
+        return RequestError(f"{short(name)} is unknown{known}", param=name[:60], code="unknown_parameter")
     if text.startswith("Invalid value") and path[-1:] == ["type"]:
-        text = f"must be one of {', '.join(_KINDS)}"
+        text = f"must be one of {', '.join(_tags(kind, path[:-1]) or _KINDS)}"
     elif text.startswith("Invalid enum value"):
-        text = f"must be {_choices(kind, path[0])}"
+        text = f"must be {_choices(kind, path)}"
     for step in path:
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
     name = prefix + ".".join(path)
-    shown = f" is {_short(value)}" if path and isinstance(value, int | float | str | None) else ""
+    shown = f" is {short(value)}" if path and isinstance(value, int | float | str | None) else ""
     text = re.sub(r"Expected (.*)", r"must be \1", text).replace("`", "")
     return RequestError(f"{name or 'the request'}{shown}: {text}", param=name or None)
 
 
-def _choices(kind: type[Any], name: str) -> str:
-    """What a field that is a Literal, or an optional one, accepts."""
-    field = next(field.type for field in msgspec.structs.fields(kind) if field.encode_name == name)
-    values = [value for part in (field, *get_args(field)) if get_origin(part) is Literal for value in get_args(part)]
+def _choices(kind: type[Any], path: list[str]) -> str:
+    """What a Literal accepts that stands in a wire type."""
+    values = [value for part in _types_at(kind, path) if get_origin(part) is Literal for value in get_args(part)]
     return repr(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
 
 
-def _short(value: Any) -> str:
+def _tags(kind: type[Any], path: list[str]) -> list[str]:
+    """The values of `type` of the parts that stand there in a wire type."""
+    return [part.__struct_config__.tag for part in _types_at(kind, path) if hasattr(part, "__struct_config__")]
+
+
+def _types_at(kind: Any, path: list[str]) -> list[Any]:
+    """The types of which a value is one, by its place in a wire type; unions and annotations taken apart."""
+    if get_origin(kind) in (Annotated, Union, UnionType):
+        kinds = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+        return [found for one in kinds for found in _types_at(one, path)]
+    if not path:
+        return [kind]
+    if get_origin(kind) is list:
+        return _types_at(get_args(kind)[0], path[1:])
+    fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_config__") else ()
+    return [found for field in fields if field.encode_name == path[0] for found in _types_at(field.type, path[1:])]
+
+
+def short(value: Any) -> str:
+    """A value as errors show it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
-def _check_values(value: Any, *, prefix: str) -> None:
+def check_values(value: Any, *, prefix: str = "") -> None:
     """Refuse, before they reach a tensor or tokeniser, NaN, infinity, integers over 64 bits and lone surrogates."""
     if isinstance(value, dict | list):
         # Keys are checked too, by their place.
         for key, item in [*enumerate(value), *(value.items() if isinstance(value, dict) else ())]:
-            _check_values(item, prefix=f"{prefix}{str(key)[:60]}.")
+            check_values(item, prefix=f"{prefix}{str(key)[:60]}.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"{prefix[:-1]} is {_short(value)}; it must fit 64 bits", param=prefix[:-1])
+        raise RequestError(f"{prefix[:-1]} is {short(value)}; it must fit 64 bits", param=prefix[:-1])
     elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-        raise RequestError(f"{prefix[:-1]} is {_short(value)}; it must be valid Unicode", param=prefix[:-1])
+        raise RequestError(f"{prefix[:-1]} is {short(value)}; it must be valid Unicode", param=prefix[:-1])
 
 
 def field_names(kind: type[Any]) -> list[str]:
@@ -246,7 +265,7 @@ def check_known(
 
 def check_model(model: str, *, names: tuple[str, ...]) -> None:
     """Raises RequestError 404 if a request asks for a model that is not served."""
-    problem = f"model {_short(model)} does not exist; served:"
+    problem = f"model {short(model)} does not exist; served:"
     check_known(model, names, problem, param="model", status=404, code="model_not_found")
 
 
@@ -314,7 +333,7 @@ def has_media(wire: GenerateRequest) -> bool:
 def _task(wire: GenerateRequest, *, spec: ModelSpec) -> str:
     """The task asked for, or the first that takes these inputs and gives these outputs."""
     if wire.task is not None:
-        problem = f"task {_short(wire.task)} is unknown; known:"
+        problem = f"task {short(wire.task)} is unknown; known:"
         check_known(wire.task, spec.tasks, problem, param="task", code="unknown_task")
     problems = []
     for name in spec.tasks if wire.task is None else [wire.task]:
@@ -340,14 +359,14 @@ def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
         kind = str(part.__struct_config__.tag)
         check_known(kind, task.inputs, f"task {name!r} takes no {kind} part; known:", param=param)
         if isinstance(part, TensorInput):
-            problem = f"task {name!r} takes no tensor {_short(part.name)}; known:"
+            problem = f"task {name!r} takes no tensor {short(part.name)}; known:"
             check_known(part.name, task.tensors_in, problem, param=f"{param}.name")
             if part.name in seen:
                 raise RequestError(f"tensor {part.name!r} is given twice", param=f"{param}.name")
             seen.add(part.name)
     known = [*task.outputs, *(f"tensor:{tensor}" for tensor in task.tensors_out)]
     for index, output in enumerate(wire.outputs or ()):
-        problem = f"task {name!r} gives no output {_short(output)}; known:"
+        problem = f"task {name!r} gives no output {short(output)}; known:"
         check_known(output, known, problem, param=f"outputs.{index}")
 
 
@@ -429,7 +448,7 @@ def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str) -> 
 
 def _tensor_of_data(value: TensorValue, *, param: str) -> Tensor:
     assert value.dtype is not None and value.shape is not None and value.data is not None
-    check_known(value.dtype, DTYPES, f"dtype {_short(value.dtype)} is unknown; known:", param=f"{param}.dtype")
+    check_known(value.dtype, DTYPES, f"dtype {short(value.dtype)} is unknown; known:", param=f"{param}.dtype")
     dtype = DTYPES[value.dtype]
     try:
         data = binascii.a2b_base64(value.data, strict_mode=True)

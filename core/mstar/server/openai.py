@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from mstar.errors import RequestError
 from mstar.media.encode import FORMATS, AudioEncoder, check_format, open_encoder
-from mstar.plugin.spec import ModelSpec
-from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput, convert, field_names
-from mstar.server.results import Form, Outputs, Result, error_fields
+from mstar.plugin.spec import ModelSpec, Task
+from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput, convert, field_names, short
+from mstar.server.results import Form, Outputs, Result, error_fields, server_sent
 from mstar.types import AudioChunk, Chunk, Request
 
 SPEECH = "/v1/audio/speech"
@@ -40,6 +39,55 @@ def list_voices(names: Sequence[str]) -> dict[str, Any]:
     """The answer of `/v1/audio/voices`, in the two shapes that clients read; the first voice is the default."""
     voices = [{"id": name, "object": "voice", "name": name} for name in names]
     return {"object": "list", "data": voices, "voices": list(names), "default": names[0] if names else None}
+
+
+# ---- what the routes share --------------------------------------------------------------------------------------
+
+
+def split_params(
+    body: Mapping[str, Any], own: type[Struct], *, task: Task, neutral: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A body's own fields, and those that are parameters of a task. Raises RequestError 400 for others.
+
+    Args:
+        neutral: OpenAI's parameters, and the value that asks for nothing; null does so too. A task without such a
+            parameter takes this value alone.
+    """
+    own_names = field_names(own)
+    known = [name for name in field_names(task.params) if name not in own_names]
+    fields = {name: value for name, value in body.items() if name in own_names}
+    params = {}
+    for name, value in body.items():
+        is_nothing = name in neutral and value is None
+        if name in own_names or is_nothing or (name not in known and name in neutral and value == neutral[name]):
+            continue
+        if name not in known:
+            text = f"this model takes no {name}; " if name in neutral else f"{short(name)} is unknown; "
+            code = "unsupported_parameter" if name in neutral else "unknown_parameter"
+            raise RequestError(f"{text}known: {', '.join([*own_names, *known])}", param=name[:60] or None, code=code)
+        params[name] = value
+    return fields, params
+
+
+def check_param(name: str, *, task: Task, param: str) -> None:
+    """Raises RequestError 400 for what a task lacks the parameter for."""
+    if name not in field_names(task.params):
+        raise RequestError(f"this model takes no {param}; leave it out", param=param, code="unsupported_parameter")
+
+
+def reworded(error: RequestError, *, names: Mapping[str, str]) -> RequestError:
+    """An error about a native request, in the words of the request it came from.
+
+    Args:
+        names: a field of the native request -> what it was called; more special ones first.
+    """
+    param, message = error.param, error.message
+    if param is not None:
+        inside = next((name for name in names if param == name or param.startswith(name + ".")), None)
+        param = param if inside is None else names[inside] + param[len(inside) :]
+        param = param.removeprefix("params.")
+        message = message.replace(error.param or "", param)
+    return RequestError(message.replace("params.", ""), status=error.status, param=param, code=error.code)
 
 
 # ---- speech -----------------------------------------------------------------------------------------------------
@@ -129,6 +177,9 @@ class SpeechForm(Form):
         self._response_format = response_format
         self._encoder: AudioEncoder | None = None
 
+    def worded(self, error: RequestError) -> RequestError:
+        return speech_error(error)
+
     def begins(self, chunk: Chunk) -> bool:
         return isinstance(chunk, AudioChunk) and len(chunk.samples) > 0
 
@@ -179,20 +230,16 @@ class SpeechEvents(SpeechForm):
 
     def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
         if error is not None:
-            return _server_sent(error_fields(error))
+            return server_sent(error_fields(error))
         assert result is not None
         taken, given = result.usage["prompt_tokens"], result.usage["completion_tokens"]
         usage = {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}
         done = {"usage": usage, "finish_reason": result.finish_reason, "seed": result.seed}
-        return _delta(super().end(request, result=result, error=error)) + _server_sent(
+        return _delta(super().end(request, result=result, error=error)) + server_sent(
             {"type": "speech.audio.done", **done}
         )
 
 
 def _delta(data: bytes) -> bytes:
     """An event with more of the file; JSON gives bytes in base64."""
-    return _server_sent({"type": "speech.audio.delta", "audio": data}) if data else b""
-
-
-def _server_sent(fields: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+    return server_sent({"type": "speech.audio.delta", "audio": data}) if data else b""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def is_wanted(request: Request, chunk: Chunk) -> bool:
 def describe(chunk: Chunk) -> dict[str, Any]:
     """The JSON fields of a chunk, or of a whole output joined to one chunk; without its data."""
     if isinstance(chunk, TextChunk):
-        more = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
+        more: dict[str, Any] = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
+        more |= {"channel": chunk.channel} if chunk.channel != "answer" else {}
         return {"type": "text", "text": chunk.text, "token_ids": chunk.token_ids, **more}
     if isinstance(chunk, AudioChunk):
         return {"type": "audio", "sample_rate": chunk.sample_rate}
@@ -135,7 +136,7 @@ class Outputs:
     def add(self, chunk: Chunk) -> None:
         if isinstance(chunk, ProgressChunk) or (isinstance(chunk, ImageChunk) and chunk.partial):
             return
-        name = chunk.name if isinstance(chunk, TensorChunk) else ""
+        name = chunk.name if isinstance(chunk, TensorChunk) else getattr(chunk, "channel", "")
         if isinstance(chunk, ImageChunk):
             name = str(len(self._pieces))  # nothing is joined to an image
         self._pieces.setdefault(([*_KINDS].index(type(chunk)), chunk.index, name), []).append(chunk)
@@ -213,7 +214,7 @@ def _join(pieces: list[Any]) -> Output:
     first: Output = pieces[0]
     if isinstance(first, TextChunk):
         ids, logprobs = (tuple(x for p in pieces for x in getattr(p, name)) for name in ("token_ids", "logprobs"))
-        return TextChunk("".join(piece.text for piece in pieces), ids, first.index, logprobs)
+        return TextChunk("".join(piece.text for piece in pieces), ids, first.index, logprobs, first.channel)
     if isinstance(first, AudioChunk):
         return AudioChunk(np.concatenate([piece.samples for piece in pieces]), first.sample_rate, first.index)
     if isinstance(first, TensorChunk):
@@ -250,6 +251,10 @@ class Form(ABC):
 
     media_type: str
     runs_in_thread: bool = False
+
+    def worded(self, error: RequestError) -> RequestError:
+        """An error about a native request, in the words of the request it came from."""
+        return error
 
     def begins(self, chunk: Chunk) -> bool:
         """Whether a stream may begin with this chunk; what fails before has its own status."""
@@ -290,6 +295,12 @@ class NativeForm(Form):
     def whole(self, outputs: Outputs, result: Result) -> tuple[bytes, dict[str, str]]:
         render = outputs.as_safetensors if self.media_type == SAFETENSORS else outputs.as_json
         return render(result), {}
+
+
+def server_sent(fields: Mapping[str, Any], *, event: str | None = None) -> bytes:
+    """One server-sent event. JSON gives bytes in base64."""
+    head = b"" if event is None else f"event: {event}\n".encode()
+    return head + b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
 def error_fields(error: RequestError) -> dict[str, Any]:

@@ -6,7 +6,7 @@ voices, names), is filled in here. Knows paths, and nothing of handlers or socke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,9 +14,10 @@ from msgspec import Struct
 
 import mstar
 from mstar.media.encode import FORMATS
-from mstar.plugin.spec import ModelSpec
-from mstar.server import openai
-from mstar.server.native import DTYPES, GenerateRequest, Input
+from mstar.plugin.spec import ModelSpec, Task
+from mstar.server import chat, images, openai
+from mstar.server.multipart import FORM
+from mstar.server.native import DTYPES, GenerateRequest, Input, field_names
 from mstar.server.results import JSON, NDJSON, SAFETENSORS
 
 SCHEMAS = "#/components/schemas/"
@@ -96,26 +97,70 @@ def openapi_document(
 
 
 def _schemas(spec: ModelSpec, *, names: Sequence[str], voices: Sequence[str] | None) -> dict[str, Any]:
-    params = [task.params for task in spec.tasks.values()]
-    types = [GenerateRequest, openai.SpeechRequest, GenerateResult, ErrorBody, *dict.fromkeys(params)]
+    params = list(dict.fromkeys(task.params for task in spec.tasks.values()))
+    bodies = {path: body for path, body in _BODIES.items() if path in spec.endpoints}
+    types = [GenerateRequest, GenerateResult, ErrorBody, *params, *bodies.values()]
     roots, schemas = msgspec.json.schema_components(types, ref_template=SCHEMAS + "{name}")
     of_type = dict(zip(types, roots, strict=True))
-    _narrow_generate(schemas, spec, names=names, params=[of_type[kind] for kind in dict.fromkeys(params)])
-    if openai.SPEECH in spec.endpoints:
-        reference = of_type[spec.tasks[openai.speech_task(spec)].params]["$ref"]
-        own = schemas[reference.removeprefix(SCHEMAS)]["properties"]
-        fields = schemas["SpeechRequest"]["properties"] | {name: own[name] for name in openai.extensions(spec)}
-        schemas["SpeechRequest"]["properties"] = fields
-        fields["input"] |= {"minLength": 1, "pattern": r"\S"}
+    _narrow_generate(schemas, spec, names=names, params=[of_type[kind] for kind in params])
+    for path, body in bodies.items():
+        own = [schemas[of_type[task.params]["$ref"].removeprefix(SCHEMAS)]["properties"] for task in _tasks(spec, path)]
+        beside = _param_fields(own, nullable=chat.NEUTRAL if path == chat.CHAT else ())
+        if path == openai.SPEECH:
+            beside.pop("n", None)
+        schemas[body.__name__]["properties"] = fields = beside | schemas[body.__name__]["properties"]
         fields["model"] = _choice(names)
-        if voices is not None:
-            fields["voice"] = _choice(voices)
-        if "speed" not in own:
-            fields["speed"] = {"enum": [1.0], "default": 1.0}
-    else:
-        del schemas["SpeechRequest"]
+    if openai.SPEECH in bodies:
+        _narrow_speech(schemas["SpeechRequest"]["properties"], spec, voices=voices)
+    if chat.CHAT in bodies:
+        outputs = {kind for task in chat.chat_tasks(spec).values() for kind in task.outputs}
+        of_chat = schemas["ChatRequest"]["properties"]["modalities"]["anyOf"]
+        of_chat[0]["items"] = {"enum": [kind for kind in ("text", "image", "audio") if kind in outputs]}
+    for path in {images.GENERATIONS, images.EDITS} & bodies.keys():
+        _narrow_images(schemas[bodies[path].__name__]["properties"], next(_tasks(spec, path)))
     _bound_integers(schemas)
     return schemas
+
+
+_BODIES: dict[str, type[Struct]] = {
+    openai.SPEECH: openai.SpeechRequest,
+    chat.CHAT: chat.ChatRequest,
+    images.GENERATIONS: images.ImageRequest,
+    images.EDITS: images.EditRequest,
+}
+
+
+def _tasks(spec: ModelSpec, path: str) -> Iterator[Task]:
+    """The tasks whose parameters may stand beside a route's fields."""
+    if path == chat.CHAT:
+        yield from chat.chat_tasks(spec).values()
+    else:
+        yield spec.tasks[openai.speech_task(spec) if path == openai.SPEECH else images.image_task(spec, path=path)]
+
+
+def _param_fields(params: Iterable[dict[str, Any]], *, nullable: Collection[str]) -> dict[str, Any]:
+    """Parameters of one task, or of several: where those differ, either will do."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for own in params:
+        for name, schema in own.items():
+            kinds = found.setdefault(name, [{"type": "null"}] if name in nullable else [])
+            kinds += [] if schema in kinds else [schema]
+    return {name: kinds[0] if len(kinds) == 1 else {"anyOf": kinds} for name, kinds in found.items()}
+
+
+def _narrow_speech(fields: dict[str, Any], spec: ModelSpec, *, voices: Sequence[str] | None) -> None:
+    fields["input"] |= {"minLength": 1, "pattern": r"\S"}
+    if voices is not None:
+        fields["voice"] = _choice(voices)
+    if "speed" not in field_names(spec.tasks[openai.speech_task(spec)].params):
+        fields["speed"] = {"enum": [1.0], "default": 1.0}
+
+
+def _narrow_images(fields: dict[str, Any], task: Task) -> None:
+    known = field_names(task.params)
+    for name, nothing, needed in (("n", 1, "n"), ("partial_images", 0, "partial_images"), ("size", "auto", "width")):
+        if needed not in known:
+            fields[name] = _choice([nothing])
 
 
 def _narrow_generate(
@@ -146,7 +191,7 @@ def _narrow_generate(
         fields["session"] = {"type": "null"}
 
 
-def _choice(values: Sequence[str]) -> dict[str, Any]:
+def _choice(values: Sequence[Any]) -> dict[str, Any]:
     return {"enum": [*values, None], "default": None}
 
 
@@ -173,9 +218,15 @@ def _operations(path: str, *, has_keys: bool) -> dict[str, Any]:
     plain = {JSON: {"schema": {"type": "object"}}}
     result = {JSON: {"schema": {"$ref": SCHEMAS + "GenerateResult"}}, NDJSON: lines, SAFETENSORS: binary}
     audio = {kind.media_type: binary for kind in FORMATS.values()} | {"text/event-stream": events}
+    deltas = {"schema": {"type": "string", "description": "chat.completion.chunk objects, then [DONE]"}}
+    pictures = {"schema": {"type": "string", "description": "events partial_image, then completed"}}
+    drawn = plain | {"text/event-stream": pictures}
     table: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
         "/v1/generate": ("post", "Any task of the model", result, _GENERATION),
         openai.SPEECH: ("post", "Text to speech, as OpenAI's", audio, _GENERATION),
+        chat.CHAT: ("post", "Chat, as OpenAI's", plain | {"text/event-stream": deltas}, _GENERATION),
+        images.GENERATIONS: ("post", "Text to image, as OpenAI's", drawn, _GENERATION),
+        images.EDITS: ("post", "Images and text to image, as OpenAI's", drawn, _GENERATION),
         "/v1/audio/voices": ("get", "Names for `voice`", plain, ()),
         "/v1/models": ("get", "The served names, with tasks and limits", plain, ()),
         "/v1/models/{name:path}": ("get", "One of them", plain, (404,)),
@@ -203,6 +254,7 @@ def _operations(path: str, *, has_keys: bool) -> dict[str, Any]:
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if method == "post":
-        name = "SpeechRequest" if path == openai.SPEECH else "GenerateRequest"
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": {"$ref": SCHEMAS + name}}}}
+        schema = {"schema": {"$ref": SCHEMAS + _BODIES.get(path, GenerateRequest).__name__}}
+        kinds = (JSON, FORM) if path == images.EDITS else (JSON,)
+        operation["requestBody"] = {"required": True, "content": dict.fromkeys(kinds, schema)}
     return {method: operation}

@@ -124,7 +124,7 @@ class Decoding:
     def _take(self, chunk: Chunk, *, path: Path, decoded: Decoded) -> None:
         index = getattr(chunk, "index", 0)
         self._indices.setdefault(path, index)
-        if isinstance(chunk, TextChunk) and self._stops:
+        if isinstance(chunk, TextChunk) and self._stops and chunk.channel == "answer":
             text = self._texts.setdefault(index, TextStream(self._stops))
             if (kept := text.feed(chunk)) is None:
                 return
