@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -52,6 +53,8 @@ class DirectWorker:
         self.processor = load_object(spec.processor, plugin=spec.name)(found, limits)
         self.spec = spec
         self.pending: Step | None = None  # with overlap, the step that still runs
+        gc.collect()
+        gc.freeze()  # as servers do: full collections do not walk again what is loaded
 
     def step(self) -> None:
         """One turn of the worker's loop, as `Worker.run` takes it."""

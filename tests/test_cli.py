@@ -30,13 +30,13 @@ OWN_FLAGS = {
         "--image",
         "--log-level",
         "--num-frames",
-        "--plot",
-        "--tensor",
         "--out",
         "--param",
+        "--plot",
         "--request",
         "--seed",
         "--task",
+        "--tensor",
         "--text",
         "--video",
         "--voice",
@@ -116,7 +116,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return 7
 
     def run(engine: EngineConfig, request: dict[str, Any], *, out: Path, base: Path, plot: bool) -> int:
-        calls.append((engine, request, out, base))
+        calls.append((engine, request, out, base, plot))
         return 7
 
     launch.serve, launch.run = serve, run  # type: ignore[attr-defined]
@@ -325,17 +325,20 @@ def test_without_any_plugin_serve_says_how_to_get_one(run: Run, monkeypatch: pyt
 def test_run_builds_a_request_from_flags(run: Run, launched: list[tuple[Any, ...]], tmp_path: Path) -> None:
     run(
         *"run --plugin echo --text".split(), "good day", *"--voice nobody --param top_k=5 --param tone=calm".split(),
-        *"--param stop=[1,2] --task speech --seed 7 --out".split(), str(tmp_path),
+        *"--param stop=[1,2] --task speech --seed 7 --tensor codes=c.safetensors --plot --out".split(), str(tmp_path),
     )  # fmt: skip
-    engine, request, out, base = launched[0]
+    engine, request, out, base, plot = launched[0]
     assert engine == EngineConfig(plugin="echo")
     assert request == {
-        "inputs": [{"type": "text", "text": "good day"}],
+        "inputs": [
+            {"type": "tensor", "name": "codes", "tensor": {"file": "c.safetensors", "name": "codes"}},
+            {"type": "text", "text": "good day"},
+        ],
         "task": "speech",
         "seed": 7,
         "params": {"top_k": 5, "tone": "calm", "stop": [1, 2], "voice": "nobody"},
     }
-    assert (out, base) == (tmp_path, Path.cwd())
+    assert (out, base, plot) == (tmp_path, Path.cwd(), True)
 
 
 def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
@@ -344,11 +347,11 @@ def test_run_reads_a_request_file_and_its_folder_is_where_paths_start(
     path = tmp_path / "request.json"
     path.write_text('{"inputs": [], "params": {"a": 1, "b": 2}}')
     code, _, _ = run("run", "--plugin", "echo", "--request", str(path), "--param", "b=3", "--model", "m/n")
-    engine, request, out, base = launched[0]
+    engine, request, out, base, plot = launched[0]
     assert code == 7
     assert engine.model == "m/n"
     assert request == {"inputs": [], "params": {"a": 1, "b": 3}}
-    assert (out, base) == (Path("mstar-out"), tmp_path)
+    assert (out, base, plot) == (Path("mstar-out"), tmp_path, False)
 
 
 @pytest.mark.parametrize(

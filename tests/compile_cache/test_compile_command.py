@@ -156,7 +156,7 @@ def test_four_processes_that_start_at_once_build_each_artifact_once(cold: tuple[
     with Store(cache / "compiled") as store:
         names = sorted(entry.key["name"] for entry in store.entries())
         assert set(store.verify().values()) == {None}
-    kernels = ["attention", "linear", "quantized", "sampler", "shims", "tape"]
+    kernels = ["attention", "linear", "product", "quantized", "sampler", "shims", "tape"]
     assert names == sorted([*(f"{name}.cpp" for name in kernels), "depth.step"])
     assert sum(facts["num_built"] for facts in found) == len(names)
     for facts in found:

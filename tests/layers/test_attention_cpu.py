@@ -98,6 +98,7 @@ LONG: dict[str, dict[str, Any]] = {
     "chunk": {"query_lens": [40, 1], "context_lens": [BLOCK - 20, BLOCK + 1]},
     "spans": {"query_lens": [120], "context_lens": [BLOCK - 50], "spans": [np.array([[3, 7], [30, 90]])]},
     "no-write": {"query_lens": [33, 5], "context_lens": [BLOCK - 3, 2 * BLOCK], "write": False, "full": True},
+    "block": {"query_lens": [66, 66], "context_lens": [2 * BLOCK + 30, 20], "full": True},
     "no-write causal": {"query_lens": [33], "context_lens": [2 * BLOCK - 20], "write": False},
 }
 
@@ -195,6 +196,19 @@ def test_chunks_and_batches_do_not_change_the_bits(group: int, window: int | Non
         batch = KVBatch(alone.plan(), *layers, CpuBackend())
         chunk = batch.attend(0, alone.q[begin:end], alone.k[begin:end], alone.v[begin:end], window=window)
         assert torch.equal(chunk, whole[begin:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [20, 32, 64])
+def test_few_and_many_queries_of_a_block_get_the_same_bits(dim: int, dtype: torch.dtype) -> None:
+    context, count = BLOCK + 30, 66
+    rows = Rows(query_lens=[count], context_lens=[context], full=True, kv_heads=4, dim=dim, dtype=dtype)
+    layers = [[part.clone()] for part in rows.pool]
+    whole = KVBatch(rows.plan(), *layers, CpuBackend()).attend(0, rows.q, rows.k, rows.v)
+    for few in (1, 7, 30):  # the last ones, which see as much: lanes are dimensions, or rows in other tiles
+        rows.query_lens, rows.context_lens = [few], [context + count - few]
+        batch = KVBatch(rows.plan(), *layers, CpuBackend())
+        assert torch.equal(batch.attend(0, rows.q[-few:], rows.k[-few:], rows.v[-few:]), whole[-few:])
 
 
 # ---- where there is no kernel ---------------------------------------------------------------------------

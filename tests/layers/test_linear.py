@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,11 @@ def operands(rows: int, depth: int, width: int, dtype: torch.dtype) -> tuple[Ten
     return parts[0].to(dtype), (parts[1] / depth**0.5).to(dtype), parts[2].to(dtype)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, threads: int, out: Tensor | None = None) -> Tensor:
-    """By our kernel, whatever the number of rows; all operands are contiguous."""
-    entry = linear_module.kernel(x.dtype)[0]
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, threads: int, out: Tensor | None = None, many: bool = False
+) -> Tensor:
+    """By our kernel for few rows, or for many, whatever their number; all operands are contiguous."""
+    entry = (linear_module.product_kernel if many else linear_module.kernel)(x.dtype)[0]
     assert entry is not None
     out = x.new_empty(len(x), len(weight)) if out is None else out
     pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
@@ -78,7 +82,9 @@ def test_bits_of_invariant_rows_do_not_depend_on_their_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("depth", "width"), [(1, 1), (15, 23), (64, 24), (100, 50), (1030, 77), (4100, 25)])
+@pytest.mark.parametrize(
+    ("depth", "width"), [(1, 1), (15, 23), (64, 24), (100, 50), (1030, 77), (4100, 25), (4100, 70)]
+)
 def test_kernel_sums_in_one_order_for_any_rows_and_threads(depth: int, width: int, dtype: torch.dtype) -> None:
     if linear_module.kernel(dtype)[0] is None:
         pytest.skip("no C++ compiler")
@@ -95,19 +101,47 @@ def test_kernel_sums_in_one_order_for_any_rows_and_threads(depth: int, width: in
             assert torch.equal(product(x[-rows:], weight, bias, threads=threads), whole[-rows:])
 
 
-def test_kernel_writes_and_reads_only_its_own() -> None:
-    if linear_module.kernel(torch.bfloat16)[0] is None:
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (15, 23), (64, 24), (300, 130), (1030, 77)])
+def test_kernel_for_many_rows_equals_torch_and_sums_in_one_order(depth: int, width: int) -> None:
+    if linear_module.product_kernel(torch.float32)[0] is None:
         pytest.skip("no C++ compiler")
-    for rows in (1, 5, 16):
-        x, weight, bias = operands(rows, 33, 29, torch.bfloat16)
-        expected = product(x, weight, bias, threads=1)
+    x, weight, bias = operands(230, depth, width, torch.float32)
+    whole = product(x, weight, bias, threads=1, many=True)
+    exact = functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(whole.double(), exact, atol=2e-5, rtol=2e-5)
+    for rows in (1, 7, 8, 9, 17, 24, 33, 66, 96, 97, 160):
+        for threads in (1, 2):
+            assert torch.equal(product(x[-rows:], weight, bias, threads=threads, many=True), whole[-rows:])
+    none, zeros = (product(x, weight, shift, threads=2, many=True) for shift in (None, torch.zeros_like(bias)))
+    assert torch.equal(none, zeros)
+
+
+def test_linear_takes_the_kernel_for_many_rows_unless_bits_must_not_depend_on_their_number() -> None:
+    entry, most_rows = linear_module.product_kernel(torch.float32)
+    if entry is None:
+        pytest.skip("no C++ compiler")
+    x, weight, bias = operands(most_rows, 40, 30, torch.float32)
+    few = linear_module.kernel(torch.float32)[1]
+    assert torch.equal(linear(x, weight, bias), product(x, weight, bias, threads=1, many=True))
+    assert torch.equal(linear(x[:few], weight, bias), product(x[:few], weight, bias, threads=1))
+    assert torch.equal(invariant_linear(x, weight, bias), product(x, weight, bias, threads=1))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_kernel_writes_and_reads_only_its_own(many: bool) -> None:
+    dtype = torch.float32 if many else torch.bfloat16
+    if linear_module.kernel(dtype)[0] is None:
+        pytest.skip("no C++ compiler")
+    for rows, width in itertools.product((1, 2, 3, 4, 5, 16), (29, 93)):
+        x, weight, bias = operands(rows, 33, width, dtype)
+        expected = product(x, weight, bias, threads=1, many=many)
         around = [torch.full((operand.numel() + 64,), torch.nan, dtype=operand.dtype) for operand in (x, weight, bias)]
         inside = [
             frame[32:-32].copy_(operand.flatten()).view_as(operand)
             for frame, operand in zip(around, (x, weight, bias), strict=True)
         ]
-        out = torch.full((rows + 2, 29), 7.0, dtype=torch.bfloat16)
-        product(*inside, threads=2, out=out[1:-1])
+        out = torch.full((rows + 2, width), 7.0, dtype=dtype)
+        product(*inside, threads=2, out=out[1:-1], many=many)
         assert torch.equal(out[1:-1], expected)
         assert (out[[0, -1]] == 7).all()
 

@@ -395,6 +395,14 @@ def test_everything_else_is_refused_in_the_same_words_whether_it_exists_or_not(j
         assert "--allowed-local-media-path" in error.message and str(jail) not in error.message
 
 
+def test_no_refusal_leaves_a_file_open(jail: Path) -> None:
+    policy = MediaPolicy(allowed_local_path=jail)
+    before = len(os.listdir("/proc/self/fd"))
+    for name in OUTSIDE:
+        refusal(name.format(jail=jail), policy)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_files_that_are_too_large_are_not_read(jail: Path) -> None:
     policy = MediaPolicy(allowed_local_path=jail, max_bytes=3)
     assert "--max-media-bytes" in refusal("a b.png", policy).message

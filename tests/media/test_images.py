@@ -105,6 +105,8 @@ def test_bombs_are_refused_before_they_are_decoded(name: str) -> None:
 def test_limits_are_told() -> None:
     error = refusal(image_file(), max_image_pixels=599)
     assert "30x20, 600 pixels; the limit is 599" in error.message and "--max-image-pixels" in error.message
+    error = refusal(png_of_one_colour(40_000, 40_000))  # more than Pillow opens
+    assert error.code == "media_too_large" and "--max-image-pixels" in error.message
     error = refusal(image_file(), memory_bytes=1799)
     assert "1800 bytes" in error.message and "--media-memory-bytes" in error.message
     assert "an animation" in refusal(animation("GIF", 2)).message

@@ -14,7 +14,7 @@ def table(*, ttl_s: float = 10, max_sessions: int = 2) -> SessionTable:
 
 
 def opened(sessions: SessionTable, name: str, *, now: float) -> list[str]:
-    dropped = sessions.open(name, now=now)
+    dropped = sessions.open(name, now=now) + sessions.make_room()
     sessions.release(name, now=now)
     return dropped
 
@@ -105,6 +105,16 @@ def test_a_new_session_takes_the_place_of_the_one_idle_longest() -> None:
     assert error.value.status == 410
 
 
+def test_a_session_that_is_not_opened_after_all_takes_nobodys_place() -> None:
+    sessions = table()
+    for name in ("gone", "a", "b"):
+        opened(sessions, name, now=1)
+    assert sessions.open("gone", now=2) == []
+    sessions.discard("gone")
+    assert sessions.make_room() == [] and sessions.idle() == ["a", "b"]
+    assert sessions.missing("gone").status == 410  # as it was before
+
+
 def test_no_new_session_while_all_are_busy() -> None:
     sessions = table(max_sessions=1)
     sessions.open("a", now=0)
@@ -113,6 +123,15 @@ def test_no_new_session_while_all_are_busy() -> None:
     assert refused(error) == (429, "too_many_sessions", "session")
     with pytest.raises(RequestError, match="switched off"):
         table(max_sessions=0).open("a", now=0)
+
+
+def test_what_is_refused_before_it_begins_evicts_nobody() -> None:
+    sessions = table(max_sessions=1)
+    opened(sessions, "a", now=0)
+    assert sessions.open("b", now=1) == []
+    sessions.discard("b")
+    assert sessions.make_room() == [] and sessions.is_open("a", now=2)
+    assert sessions.open("c", now=2) == [] and sessions.make_room() == ["a"]
 
 
 def test_a_closed_or_failed_session_is_unknown() -> None:

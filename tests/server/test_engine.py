@@ -10,7 +10,7 @@ import pytest
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, RequestError
 from mstar.ipc.channel import memory_channel
-from mstar.ipc.messages import Abort, Close, Dead, Open, StopAt
+from mstar.ipc.messages import Abort, Close, Dead, DropSession, Open, StopAt
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Limits, ModelSpec
 from mstar.server.engine import Engine, RequestHandle, served_names
@@ -277,6 +277,23 @@ def test_clients_ask_for_the_served_names_or_else_the_model_and_the_plugin(parro
     assert names() == ("tiny", parrot_spec.name)
     assert names(model="a/b") == ("a/b", parrot_spec.name)
     assert names(model="a/b", served_model_name=("x", "y")) == ("x", "y")
+
+
+def test_a_request_that_fails_when_the_worker_is_done_with_it_ends_its_session(serving: Callable[..., Any]) -> None:
+    """The worker's side has gone on by what the client never got."""
+
+    async def scenario() -> None:
+        async with serving() as served:
+            await collect(await served.engine.submit(wire("frames", session="s")))
+            with pytest.raises(RequestError, match="internal error"):
+                await collect(await served.engine.submit(wire("continue~", session="s")))
+            with pytest.raises(RequestError) as caught:
+                await served.engine.submit(wire("continue", session="s"))
+            assert caught.value.status == 404
+            await served.settled()
+            assert served.worker.seen.count(DropSession(session="s")) == 1
+
+    run(scenario())
 
 
 def test_a_model_that_cannot_load_stops_the_start(parrot_spec: ModelSpec) -> None:

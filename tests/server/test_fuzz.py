@@ -6,6 +6,7 @@ nothing at all ends in 500, takes long, or leaves anything behind. Draws are the
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -70,12 +71,13 @@ class Site:
         found: dict[str, Any] = self.paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         return found
 
-    def short(self, schema: dict[str, Any], *required: str) -> st.SearchStrategy[Any]:
-        """What a schema accepts and asks for little."""
+    def short(self, schema: dict[str, Any], *required: str, **only: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        """What a schema accepts and asks for little. `only`: of these fields, such values."""
         schema = self.document.resolved(schema)
         names = [*required, *(name for name in REQUIRED if name in schema["properties"])]
         narrowed = schema | {"required": list(dict.fromkeys([*schema.get("required", ()), *names]))}
-        return self.document.values(narrowed, only=KEPT_SHORT | {"voice": st.sampled_from([*self.voices, None])})
+        voice = st.sampled_from([*self.voices, None])
+        return self.document.values(narrowed, only=KEPT_SHORT | {"voice": voice} | only)
 
     @property
     def voices(self) -> list[str]:
@@ -165,6 +167,61 @@ def test_requests_that_break_the_schema_are_refused(site: Site, path: str, data:
     event("still valid" if is_valid else "refused")
 
 
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": KEPT_SHORT["input"]}
+)
+DOT = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+)
+PICTURES: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": KEPT_SHORT["input"], "size": st.sampled_from([None, "auto", "8x6"]), "preview_every": st.just(0),
+    "image": st.sampled_from([DOT, [DOT], [DOT, DOT]]),
+}  # fmt: skip
+OTHERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "/v1/chat/completions": {
+        "messages": st.lists(TURN, min_size=1, max_size=3), "audio": st.none(), "max_completion_tokens": st.none(),
+        "stream_options": st.none(), "tools": st.sampled_from([None, []]),
+        "modalities": st.sampled_from([None, ["text"], ["text", "image"]]),
+    },
+    "/v1/images/generations": PICTURES,
+    "/v1/images/edits": PICTURES,
+}  # fmt: skip
+
+
+@fuzz(60)
+@given(data=st.data())
+@pytest.mark.parametrize("path", OTHERS)
+def test_chat_and_pictures_are_answered_or_refused(site: Site, path: str, data: st.DataObject) -> None:
+    if path not in site.paths:
+        return
+    schema = site.schema(path)
+    body = data.draw(site.short(schema, **OTHERS[path]))
+    assert site.document.accepts(schema, body)
+    assert site.ask("POST", path, json=body).status_code in (200, 400)  # fields may clash
+    wrong = data.draw(broken(st.just(body)))
+    is_valid = site.document.accepts(schema, wrong)
+    if is_valid and not _is_short(wrong, like=body):
+        return
+    response = site.ask("POST", path, content=json.dumps(wrong), headers={"Content-Type": "application/json"})
+    assert is_valid or response.status_code in (400, 404), f"{response.status_code} for {wrong}"
+    event(f"{path} {is_valid} {response.status_code}")
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na\r\n--b\r\nContent-Disposition: form-data; '
+    b'name="image"; filename="x"\r\nContent-Type: image/png\r\n\r\n' + base64.b64decode(DOT[22:]) + b"\r\n--b--\r\n"
+)
+
+
+@fuzz(150)
+@given(at=st.integers(0, len(FORM)), num_dropped=st.integers(0, 12), put=st.binary(max_size=12), is_cut=st.booleans())
+def test_any_form_is_an_edit_or_refused(site: Site, at: int, num_dropped: int, put: bytes, is_cut: bool) -> None:
+    if "/v1/images/edits" in site.paths:
+        content = FORM[:at] + put + (b"" if is_cut else FORM[at + num_dropped :])
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        assert site.ask("POST", "/v1/images/edits", content=content, headers=headers).status_code in (200, 400)
+
+
 def _is_short(body: dict[str, Any], *, like: dict[str, Any]) -> bool:
     """Whether a body that the breaking left valid still asks for little, and for no fault of the test model."""
     fields, usual = ({**given, **(given.get("params") or {})} for given in (body, like))
@@ -180,7 +237,7 @@ JSON_LIKE = st.recursive(
 
 @fuzz(60)
 @given(
-    path=st.sampled_from(["/v1/audio/speech", "/v1/generate"]),
+    path=st.sampled_from(["/v1/audio/speech", "/v1/generate", *OTHERS]),
     content=st.one_of(
         JSON_LIKE.map(lambda value: json.dumps(value).encode()),
         st.binary(max_size=40),
@@ -189,6 +246,7 @@ JSON_LIKE = st.recursive(
     ),
 )  # fmt: skip
 def test_any_other_body_is_refused(site: Site, path: str, content: bytes) -> None:
+    path = path if path in site.paths else "/v1/generate"
     response = site.ask("POST", path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, content[:100]
 

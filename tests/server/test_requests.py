@@ -224,6 +224,17 @@ def test_a_session_keeps_unconsumed_outputs_for_its_next_request() -> None:
     assert isinstance(begin, Begin) and begin.inputs["z"] == 5
 
 
+def test_only_a_request_that_is_in_order_takes_another_sessions_place() -> None:
+    state = make_state()
+    for name in ("a", "b"):
+        start(state, name, session=name)
+        state.receive(done(name, "read"), now=1)
+    state.submit("wrong", session="new", now=2)
+    assert not any(isinstance(message, DropSession) for message in start(state, "other"))
+    state.fail("wrong", RequestError("bad input"), now=2)
+    assert DropSession(session="a") in start(state, "right", session="new", now=3)
+
+
 def test_idle_sessions_expire_and_are_dropped() -> None:
     state = make_state()
     start(state, "a", session="s")

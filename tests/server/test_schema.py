@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from mstar.config import ServerConfig
+from mstar.errors import PluginError
 from mstar.plugin import loader
 from mstar.plugin.spec import ModelSpec
 from mstar.server import openai
@@ -128,7 +130,8 @@ def test_a_generate_request_is_narrowed_to_what_the_model_takes(parrot_spec: Mod
     fields = properties(document(echo), "GenerateRequest")
     names = [reference.rpartition("/")[2] for reference in references(fields["inputs"])]
     assert names == ["TextInput", "TokensInput", "TensorInput", "ImageInput", "AudioInput", "VideoInput"]
-    assert fields["messages"] == {"type": "null"}  # no task takes them
+    without = properties(document(replace(echo, tasks={"media": echo.tasks["media"]}, endpoints=())), "GenerateRequest")
+    assert without["messages"] == {"type": "null"}  # no task takes them
     tensor = found["components"]["schemas"]["TensorValue"]
     assert sorted(tensor["properties"]) == sorted(tensor["required"]) == ["data", "dtype", "shape"]
 
@@ -179,3 +182,10 @@ def test_routes_and_answers_are_those_of_the_server(serving: Callable[..., Any])
                     assert str(status) in declared
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/images/generations", "/v1/images/edits"])
+def test_a_route_that_no_task_can_serve_is_the_plugin_s_mistake(path: str, parrot_spec: ModelSpec) -> None:
+    spec = replace(parrot_spec, endpoints=(path,), tasks={"speech": parrot_spec.tasks["speech"]})
+    with pytest.raises(PluginError, match=f"parrot.*{path}.*no task"):
+        document(spec)

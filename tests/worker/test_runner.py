@@ -81,3 +81,21 @@ def test_rows_are_planned_as_any_batch_is(
                     assert one.tolist() == same.tolist(), name
                 elif name not in ("host", "derived"):
                     assert one == same, name
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_items_are_as_many_as_rows(parts: Callable[..., Any], batch_invariant: bool) -> None:
+    worker = parts(batch_invariant=batch_invariant)
+    methods, seen = worker.modules["source"].methods, []
+    original = methods["emit"]
+
+    def looked_at(context: Any, counts: list[Any], base: Any) -> Any:
+        seen.append((len(counts), len(base), context.num_rows))
+        return original(context, counts=counts, base=base)
+
+    methods["emit"] = looked_at
+    for seed in (1, 2):
+        worker.open("chunks", "x", seed=seed, counts=[[1, 2]])
+    while worker.step() is not None:
+        pass
+    assert set(seen) == {(16, 16, 16) if batch_invariant else (2, 2, 2)}

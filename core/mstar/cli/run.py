@@ -31,7 +31,7 @@ _SERVER_ONLY = (
     "--tensor", "tensors", multiple=True, metavar="NAME=FILE",
     help="the tensor of this name in a safetensors file; repeatable",
 )  # fmt: skip
-@click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, evenly spread  [default: all]")
+@click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, spread  [default: the task's]")
 @click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
 @click.option("--voice", help="the same as --param voice=NAME")
 @click.option(
@@ -53,6 +53,8 @@ def run(
     params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Answer one request and write result.json, tensors.safetensors and media files."""
+    if num_frames is not None and not videos:
+        raise click.UsageError("--num-frames chooses frames of a --video; there is none")
     sampling = {} if num_frames is None else {"num_frames": num_frames}
     inputs: list[dict[str, Any]] = [{"type": "image", "data": source} for source in images]
     inputs += [{"type": "video", "data": source} | sampling for source in videos]

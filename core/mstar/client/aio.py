@@ -8,7 +8,8 @@ from typing import Any, Generic, Self, Unpack
 
 import httpx
 
-from mstar.client import wire
+from mstar.client import chat, wire
+from mstar.client.chat import Chat, ChatDecoder, Images, Messages
 from mstar.client.errors import ClientError, ConnectionFailed, StreamBroken, translated
 from mstar.client.results import Event, Result, Speech
 from mstar.client.tasks import Tasks
@@ -36,6 +37,18 @@ class AsyncClient(Tasks[Coroutine[Any, Any, Result], "AsyncStream[Event, EventDe
 
     def stream_speech(self, input: str, **fields: Any) -> AsyncStream[bytes, SpeechDecoder]:
         return AsyncStream(self, wire.stream_speech(input, fields))
+
+    async def chat(self, messages: Messages, **fields: Any) -> Chat:
+        return await self._send(chat.chat(messages, fields))
+
+    def stream_chat(self, messages: Messages, **fields: Any) -> AsyncStream[Event, ChatDecoder]:
+        return AsyncStream(self, chat.stream_chat(messages, fields))
+
+    async def generate_images(self, prompt: str, **fields: Any) -> Images:
+        return await self._send(chat.generate_images(prompt, fields))
+
+    async def edit_image(self, image: Any, prompt: str, **fields: Any) -> Images:
+        return await self._send(chat.generate_images(prompt, fields, image=image))
 
     async def voices(self) -> list[str]:
         return await self._send(wire.VOICES)

@@ -52,7 +52,8 @@ def video(source: Any, **fields: Any) -> dict[str, Any]:
     """A video: what `media` takes, or frames, uint8 (T, H, W, 3), from NumPy or torch, which are sent as they are.
 
     Args:
-        fields: of a file one of `fps`, `num_frames` and `frame_indices`, or none for all; of frames `fps`, their rate.
+        fields: of a file one of `fps`, `num_frames` and `frame_indices`, or none for what the task usually takes; of
+            frames `fps`, their rate.
     """
     if isinstance(source, bytes | Path | str):
         return media("video", source, **fields)

@@ -59,7 +59,12 @@ class Result:
 
     @property
     def texts(self) -> list[str]:
-        return [output.text for output in self.outputs if isinstance(output, Text)]
+        return [output.text for output in self.outputs if isinstance(output, Text) and output.channel == "answer"]
+
+    @property
+    def reasoning(self) -> list[str]:
+        """What the model thought before its answers, apart from them."""
+        return [output.text for output in self.outputs if isinstance(output, Text) and output.channel == "reasoning"]
 
     @property
     def audio(self) -> list[Audio]:
@@ -134,7 +139,8 @@ def read_output(fields: Mapping[str, Any], *, kind: str, as_torch: bool = False)
     """An entry of a result, or an event of a stream; an `Event`. `as_torch`: whether tensors are torch's."""
     index = fields.get("index", 0)
     if kind == "text":
-        return Text(fields["text"], tuple(fields["token_ids"]), index, tuple(fields.get("logprobs", ())))
+        logprobs, channel = tuple(fields.get("logprobs", ())), fields.get("channel", "answer")
+        return Text(fields["text"], tuple(fields["token_ids"]), index, logprobs, channel)
     if kind == "audio":
         return Audio(_read_samples(_data(fields), format=fields["format"]), fields["sample_rate"], index)
     if kind == "image":
@@ -188,7 +194,8 @@ class Outputs:
     def add(self, event: Event) -> None:
         if isinstance(event, Progress) or (isinstance(event, Image) and event.partial):
             return
-        name = event.name if isinstance(event, Tensor) else len(self._pieces) if isinstance(event, Image) else ""
+        name = event.name if isinstance(event, Tensor) else getattr(event, "channel", "")
+        name = len(self._pieces) if isinstance(event, Image) else name
         self._pieces.setdefault((type(event), event.index, name), []).append(event)
 
     def joined(self) -> list[Output]:
@@ -199,7 +206,7 @@ def _join(pieces: list[Any]) -> Output:
     first = pieces[0]
     if isinstance(first, Text):
         ids, logprobs = (tuple(x for piece in pieces for x in getattr(piece, n)) for n in ("token_ids", "logprobs"))
-        return Text("".join(piece.text for piece in pieces), ids, first.index, logprobs)
+        return Text("".join(piece.text for piece in pieces), ids, first.index, logprobs, first.channel)
     if isinstance(first, Audio):
         return Audio(np.concatenate([piece.samples for piece in pieces]), first.sample_rate, first.index)
     if isinstance(first, Tensor):

@@ -8,7 +8,8 @@ from typing import Any, Generic, Self, Unpack
 
 import httpx
 
-from mstar.client import wire
+from mstar.client import chat, wire
+from mstar.client.chat import Chat, ChatDecoder, Images, Messages
 from mstar.client.errors import ConnectionFailed, StreamBroken, translated
 from mstar.client.results import Event, Result, Speech
 from mstar.client.tasks import Tasks
@@ -47,6 +48,24 @@ class Client(Tasks[Result, "Stream[Event, EventDecoder]"]):
     def stream_speech(self, input: str, **fields: Any) -> Stream[bytes, SpeechDecoder]:
         """The bytes of an audio file as they come, pcm unless asked otherwise; `.answer` has rate and seed."""
         return Stream(self, wire.stream_speech(input, fields))
+
+    def chat(self, messages: Messages, **fields: Any) -> Chat:
+        """An answer by OpenAI's chat route. `messages`: a text of the user's, or messages, whose parts may be those of
+        `generate`. `fields`: modalities, max_tokens, n, seed, and parameters of the model's own.
+        """
+        return self._send(chat.chat(messages, fields))
+
+    def stream_chat(self, messages: Messages, **fields: Any) -> Stream[Event, ChatDecoder]:
+        """The same as events as they come; after the last one, `.answer.result`."""
+        return Stream(self, chat.stream_chat(messages, fields))
+
+    def generate_images(self, prompt: str, **fields: Any) -> Images:
+        """Pictures. `fields`: n, size, seed, and parameters of the model's own."""
+        return self._send(chat.generate_images(prompt, fields))
+
+    def edit_image(self, image: Any, prompt: str, **fields: Any) -> Images:
+        """Pictures made of an image, or of a list of them: files, bytes, URLs, PIL images or uint8 (H, W, 3)."""
+        return self._send(chat.generate_images(prompt, fields, image=image))
 
     def voices(self) -> list[str]:
         return self._send(wire.VOICES)

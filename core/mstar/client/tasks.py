@@ -36,7 +36,7 @@ class Tasks(Generic[Answer, Events]):
 
     Args:
         video: a file (Path), its bytes, a URL, frames uint8 (T, H, W, 3), or a list of such; with one of `fps`,
-            `num_frames` and `frame_indices`, or none for every frame.
+            `num_frames` and `frame_indices`, or none for those that the task usually takes.
         images: files, bytes, URLs, PIL images or uint8 (H, W, 3), in order.
         frames: uint8 (T, H, W, 3).
         pixel_values: normalised already, (T, 3, H, W), or (B, T, 3, H, W) where the model takes several clips.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -21,7 +21,7 @@ from mstar.client.results import Event, Outputs, Result, Speech, header_number, 
 
 Value = TypeVar("Value")
 Item = TypeVar("Item")
-Reader = TypeVar("Reader", bound="EventDecoder | SpeechDecoder")
+Reader = TypeVar("Reader", bound="Decoder")
 Fields = Mapping[str, Any]
 
 GENERATE = "/v1/generate"
@@ -103,7 +103,9 @@ class GenerateFields(TypedDict, total=False):
 def generate(text: str | None, fields: GenerateFields) -> Call[Result]:
     """A whole answer."""
     body = _native(text, fields)
-    return Call(method="POST", path=GENERATE, body=body, read=lambda response: read_result(_decode(response.content)))
+    return Call(
+        method="POST", path=GENERATE, body=body, read=lambda response: read_result(decode_object(response.content))
+    )
 
 
 def stream(text: str | None, fields: GenerateFields) -> Call[EventDecoder]:
@@ -143,19 +145,22 @@ def close_session(name: str) -> Call[Any]:
     return Call(method="DELETE", path=f"/v1/sessions/{quote(name)}", read=lambda response: None)
 
 
-def _decode(data: bytes) -> dict[str, Any]:
+def decode_object(data: bytes) -> dict[str, Any]:
+    """A body as JSON."""
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise StreamBroken(f"the server sent what is not a JSON object ({error}): {data[:100]!r}") from error
 
 
-VOICES: Call[list[str]] = Call(path="/v1/audio/voices", read=lambda response: _decode(response.content)["voices"])
-MODELS: Call[list[dict[str, Any]]] = Call(path="/v1/models", read=lambda response: _decode(response.content)["data"])
+VOICES: Call[list[str]] = Call(path="/v1/audio/voices", read=lambda response: decode_object(response.content)["voices"])
+MODELS: Call[list[dict[str, Any]]] = Call(
+    path="/v1/models", read=lambda response: decode_object(response.content)["data"]
+)
 # Why the server is not well is told at once.
-HEALTH = Call(path="/health", read=lambda response: _decode(response.content), may_retry=False)
+HEALTH = Call(path="/health", read=lambda response: decode_object(response.content), may_retry=False)
 READY = Call(path="/ready", read=lambda response: response.is_success, answers=(503,))
-VERSION: Call[str] = Call(path="/version", read=lambda response: _decode(response.content)["version"])
+VERSION: Call[str] = Call(path="/version", read=lambda response: decode_object(response.content)["version"])
 METRICS = Call(path="/metrics", read=lambda response: response.text)
 
 
@@ -174,7 +179,15 @@ class Exchange(Generic[Value]):
         return self.opened
 
 
-class _Lines:
+class Decoder(Protocol):
+    """Reads a streamed body: `feed` gives what has come, and `end` raises if that is not the whole."""
+
+    def feed(self, data: bytes) -> Iterator[Any]: ...
+
+    def end(self) -> None: ...
+
+
+class Lines:
     """Bytes to lines, whole ones alone."""
 
     def __init__(self) -> None:
@@ -193,7 +206,7 @@ class EventDecoder:
     def __init__(self, response: httpx.Response, *, as_torch: bool = False) -> None:
         self._as_torch = as_torch
         self._headers = response.headers
-        self._lines = _Lines()
+        self._lines = Lines()
         self._outputs = Outputs()
         self._result: Result | None = None
 
@@ -205,7 +218,7 @@ class EventDecoder:
 
     def feed(self, data: bytes) -> Iterator[Event]:
         for line in self._lines.feed(data):
-            fields = _event(line, headers=self._headers)
+            fields = read_event(line, headers=self._headers)
             kind = fields.pop("event")
             if kind == "done":
                 self._result = read_result(fields, outputs=self._outputs.joined())
@@ -233,7 +246,7 @@ class SpeechDecoder:
         self.sample_rate = header_number(self._headers, "x-sample-rate")
         self.seed = header_number(self._headers, "x-seed")
         self.finish_reason: str | None = None
-        self._lines = _Lines() if self.content_type.startswith("text/event-stream") else None
+        self._lines = Lines() if self.content_type.startswith("text/event-stream") else None
         self._num_bytes = 0
         self._is_done = self._lines is None
 
@@ -250,15 +263,15 @@ class SpeechDecoder:
             raise StreamBroken(NO_AUDIO)
 
     def _delta(self, line: bytes) -> bytes:
-        fields = _event(line.removeprefix(b"data:"), headers=self._headers) if line.startswith(b"data:") else {}
+        fields = read_event(line.removeprefix(b"data:"), headers=self._headers) if line.startswith(b"data:") else {}
         if fields.get("type") == "speech.audio.done":
             self._is_done, self.finish_reason = True, fields.get("finish_reason")
         return base64.b64decode(fields.get("audio", b""), validate=True)
 
 
-def _event(line: bytes, *, headers: Fields) -> dict[str, Any]:
+def read_event(line: bytes, *, headers: Fields) -> dict[str, Any]:
     """The fields of an event. Raises APIError for one that reports an error."""
-    fields = _decode(line)
+    fields = decode_object(line)
     if "error" in fields:
         raise APIError(**errors.from_fields(fields["error"]), request_id=headers.get("x-request-id"))
     return fields

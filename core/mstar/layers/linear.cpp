@@ -2,14 +2,16 @@
 //
 // Every output is one dot product summed in one order, whatever M is and whichever thread computes it: the bits of a
 // row depend on that row alone. Weights are read where they lie, once per block of rows, a piece at a time: all rows
-// use it while the next one is on its way to the caches. Sums over lanes come last.
+// use it while the next one is on its way to the caches. Few rows, which wait for memory, read several distant columns
+// at once, from end to end: a core fetches ahead of each of so many streams. Sums over lanes come last.
 #include <vector>
 
 #include "vectors.h"
 
-constexpr int TILE_ROWS = 4, LINE = 64;
+constexpr int TILE_ROWS = 4, LINE = 64, STREAMS = 4;
+constexpr int64_t AHEAD = 512;  // bytes, in each stream
 constexpr int64_t BLOCK_ROWS = 64, BLOCK_COLUMNS = 24;
-constexpr int64_t DEPTH = 1024, DEPTH_OF_ONE = 4096;  // of a piece, so that x of a strip stays in the first-level cache
+constexpr int64_t DEPTH = 1024;  // of a piece, so that x of a strip stays in the first-level cache
 
 static inline float widen(float x) { return x; }
 static inline float widen(uint16_t x) {
@@ -44,6 +46,13 @@ struct Piece {
     const T* next;  // the piece to fetch meanwhile
 };
 
+// Unfinished sums of rows by columns, and how far apart they lie.
+struct Kept {
+    Floats* first;
+    int64_t row, column;
+    Floats& at(int64_t r, int64_t c) const { return first[r * row + c * column]; }
+};
+
 template <int HALF, typename T, int ROWS, int COLUMNS>
 static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, int64_t pitch, const T* weight,
                               int64_t stride) {
@@ -61,14 +70,13 @@ static inline void accumulate(Floats (&sums)[ROWS][COLUMNS], const float* x, int
 
 // Columns from c on. `ahead` is what to fetch for the first of them, `share` bytes a STEP.
 template <typename T, int ROWS, int COLUMNS>
-static void tile(const float* x, const Piece<T>& piece, int64_t c, Floats* kept, const char* ahead, int64_t share) {
+static void tile(const float* x, const Piece<T>& piece, int64_t c, Kept kept, const char* ahead, int64_t share) {
     const int64_t stride = piece.stride, pitch = piece.pitch, depth = piece.depth;
     const T* const weight = piece.weight + c * stride;
     ahead += c * stride * sizeof(T);
-    kept += c;
     Floats sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COLUMNS; i++) sums[r][i] = kept[r * BLOCK_COLUMNS + i];
+        for (int i = 0; i < COLUMNS; i++) sums[r][i] = kept.at(r, c + i);
     for (int64_t k = 0; k < depth; k += STEP, ahead += share) {
         for (int i = 0; i < COLUMNS; i++)
             for (size_t line = 0; line < STEP * sizeof(T); line += LINE)
@@ -77,12 +85,12 @@ static void tile(const float* x, const Piece<T>& piece, int64_t c, Floats* kept,
         accumulate<1>(sums, x + k, pitch, weight + k, stride);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COLUMNS; i++) kept[r * BLOCK_COLUMNS + i] = sums[r][i];
+        for (int i = 0; i < COLUMNS; i++) kept.at(r, c + i) = sums[r][i];
 }
 
 // ROWS rows by all of a piece's columns: as many at a time as keep the adders busy and fit in registers.
 template <typename T, int ROWS>
-static void strip(const float* x, const Piece<T>& piece, Floats* kept, const char* ahead, int64_t share) {
+static void strip(const float* x, const Piece<T>& piece, Kept kept, const char* ahead, int64_t share) {
     constexpr int COLUMNS = ROWS == 1 ? 8 : ROWS == 3 ? 3 * LANES / 8 : LANES / ROWS;
     int64_t c = 0;
     for (; c + COLUMNS <= piece.columns; c += COLUMNS) tile<T, ROWS, COLUMNS>(x, piece, c, kept, ahead, share);
@@ -101,7 +109,7 @@ static void add(const float* x, int64_t rows, const Piece<T>& piece, Floats* kep
                           : height == 3 ? strip<T, 3>
                                         : strip<T, 4>;
         const char* const ahead = (const char*)piece.next + s * share * (piece.depth / STEP);
-        one(x + r * piece.pitch, piece, kept + r * BLOCK_COLUMNS, ahead, share);
+        one(x + r * piece.pitch, piece, {kept + r * BLOCK_COLUMNS, BLOCK_COLUMNS, 1}, ahead, share);
     }
 }
 
@@ -119,21 +127,56 @@ static void finish(const Floats* kept, const T* bias, T* out, int64_t columns) {
     }
 }
 
+// ROWS rows by columns from begin on, as many as divide into streams; returns where they end. A tile takes the next
+// column of each stream.
+template <typename T, int ROWS>
+static int64_t streams(const float* x, int64_t pitch, const T* weight, const T* bias, T* out, int64_t begin,
+                       int64_t end, int64_t N, int64_t K) {
+    constexpr int COUNT = ROWS == 3 ? 3 : LANES / ROWS < STREAMS ? LANES / ROWS : STREAMS;
+    const int64_t length = (end - begin) / (COUNT * SUMS) * SUMS;
+    const int64_t whole = K / STEP * STEP;
+    Floats kept[ROWS][COUNT][SUMS];
+    T tails[COUNT * STEP];
+    for (int64_t n = begin; n < begin + length; n += SUMS) {
+        memset((void*)kept, 0, sizeof kept);
+        for (int c = 0; c < SUMS; c++) {
+            const T* const w = weight + (n + c) * K;
+            const Kept sums{kept[0][0] + c, COUNT * SUMS, SUMS};
+            tile<T, ROWS, COUNT>(x, {w, length * K, whole, COUNT, pitch, w}, 0, sums, (const char*)w + AHEAD,
+                                 STEP * sizeof(T));
+            if (whole == K) continue;
+            for (int i = 0; i < COUNT; i++) copy_tail(w + i * length * K + whole, K - whole, tails + i * STEP);
+            tile<T, ROWS, COUNT>(x + whole, {tails, STEP, STEP, COUNT, pitch, tails}, 0, sums, (const char*)tails, 0);
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int64_t i = 0, first = n; i < COUNT; i++, first += length)
+                finish(kept[r][i], bias ? bias + first : nullptr, out + r * N + first, SUMS);
+    }
+    return begin + COUNT * length;
+}
+
 // Columns [begin, end) of one thread.
 template <typename T>
 static void part(const float* x, int64_t pitch, const T* weight, const T* bias, T* out, int64_t rows, int64_t begin,
                  int64_t end, int64_t N, int64_t K) {
+    if (rows <= TILE_ROWS) {
+        auto* const few = rows == 1   ? streams<T, 1>
+                          : rows == 2 ? streams<T, 2>
+                          : rows == 3 ? streams<T, 3>
+                                      : streams<T, 4>;
+        begin = few(x, pitch, weight, bias, out, begin, end, N, K);
+    }
     Floats kept[BLOCK_ROWS * BLOCK_COLUMNS];
     T tails[BLOCK_COLUMNS * STEP];
-    const int64_t depth = rows == 1 ? DEPTH_OF_ONE : DEPTH, whole = K / STEP * STEP;
+    const int64_t whole = K / STEP * STEP;
     for (int64_t n = begin; n < end; n += BLOCK_COLUMNS) {
         const int64_t columns = end - n < BLOCK_COLUMNS ? end - n : BLOCK_COLUMNS;
         const T* const w = weight + n * K;
         memset((void*)kept, 0, rows * BLOCK_COLUMNS * sizeof(Floats));
-        for (int64_t k = 0; k < whole; k += depth) {
-            const bool is_last = k + depth >= whole;
-            const T* const next = is_last ? w + BLOCK_COLUMNS * K : w + k + depth;
-            add<T>(x + k, rows, {w + k, K, is_last ? whole - k : depth, columns, pitch, next}, kept);
+        for (int64_t k = 0; k < whole; k += DEPTH) {
+            const bool is_last = k + DEPTH >= whole;
+            const T* const next = is_last ? w + BLOCK_COLUMNS * K : w + k + DEPTH;
+            add<T>(x + k, rows, {w + k, K, is_last ? whole - k : DEPTH, columns, pitch, next}, kept);
         }
         if (whole < K) {
             for (int64_t c = 0; c < columns; c++) copy_tail(w + c * K + whole, K - whole, tails + c * STEP);

@@ -1,7 +1,7 @@
 """Linear layers: plain, fused (one weight for several projections), output head; and batch invariance of a model.
 
 On CPUs a kernel of our own serves few rows: torch's bfloat16 product on CPUs without such instructions costs the same
-per row in any batch. Knows tensors, not requests.
+per row in any batch. Another one serves tens of float32 rows. Knows tensors, not requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from mstar.errors import ConfigError
 from mstar.layers.kernels import function
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+PRODUCT = SOURCE.with_name("product.cpp")
 ROWS = 16  # batches are padded to a multiple of it when they must be invariant
+FEW = 32  # float32 rows, for the kernel whose rows do not depend on their number
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
 
@@ -88,21 +90,32 @@ class Head(Linear):
 def kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
     """Our kernel for a dtype, and the rows up to which to use it, as measured (benchmarks/LOG.md).
 
-    torch packs a float32 weight anew in every call, which more than about a hundred rows make up for; its bfloat16
-    product, on CPUs without such instructions, never catches up. Up to there a row does not depend on its batch.
+    torch's bfloat16 product, on CPUs without such instructions, never catches up. Up to there a row does not depend on
+    its batch.
     """
     entry = function(SOURCE, dtype, _ARGUMENTS)
     if entry is None:
         return None, 0
     if dtype == torch.float32:
-        return entry, 96
+        return entry, FEW
     return entry, 8 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1 << 40
+
+
+@functools.cache
+def product_kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
+    """Our kernel for more rows than `kernel` is for, and the rows up to which to use it.
+
+    torch packs a float32 weight anew in every call, which more than about a hundred rows make up for.
+    """
+    return (function(PRODUCT, dtype, _ARGUMENTS), 160) if dtype == torch.float32 else (None, 0)
 
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
     entry, most_rows = kernel(x.dtype)
     width, depth = weight.shape
     rows = x.numel() // depth
+    if rows > most_rows and not invariant:
+        entry, most_rows = product_kernel(x.dtype)
     if entry is None or (rows > most_rows and not invariant):
         return _by_torch(x, weight, bias, invariant=invariant)
     operands = [x.contiguous(), weight.contiguous()] + ([] if bias is None else [bias.contiguous()])

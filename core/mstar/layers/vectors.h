@@ -91,6 +91,28 @@ static inline float exponential(float x) { return lane(exponential(splat(x))); }
 // Eight sums over lanes, each in the same order.
 constexpr int SUMS = 8;
 typedef float Eight __attribute__((vector_size(32)));
+static inline Eight eight(const float* p) {
+    Eight v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+// Rows become columns.
+static inline void transpose(Eight (&x)[8]) {
+    Eight pairs[8], quads[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        pairs[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i++) {
+        const Eight a = pairs[i & ~2], b = pairs[i | 2];
+        quads[i] = i & 2 ? __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+                         : __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = __builtin_shufflevector(quads[i], quads[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        x[i + 4] = __builtin_shufflevector(quads[i], quads[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
 static inline Eight halved(Floats x) {
 #if defined(__AVX512F__)
     Eight low, high;

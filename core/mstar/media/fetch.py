@@ -114,12 +114,15 @@ def _read_below(folder: Path, name: str, *, policy: MediaPolicy, param: str | No
         finally:
             os.close(at)
         at = inner
-    with os.fdopen(at, "rb") as file:
-        found = os.fstat(file.fileno())
+    try:
+        found = os.fstat(at)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError
         _check_size(found.st_size, policy=policy, param=param)
-        data = file.read(policy.max_bytes + 1)
+        with open(at, "rb", closefd=False) as file:
+            data = file.read(policy.max_bytes + 1)
+    finally:
+        os.close(at)
     _check_size(len(data), policy=policy, param=param)
     return data
 
@@ -231,8 +234,11 @@ class _Checked(httpcore.SyncBackend):
         looking = _RESOLVERS.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         try:
             found = looking.result(self._budget.left_s(self._param))
-        except (OSError, UnicodeError, FutureTimeoutError):
+        except FutureTimeoutError:
             looking.cancel()
+            self._budget.left_s(self._param)  # says that the time is over
+            return []
+        except (OSError, UnicodeError):
             return []
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 

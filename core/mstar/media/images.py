@@ -38,6 +38,9 @@ def decode_image(data: bytes, *, budget: Budget, param: str | None = None) -> np
         return np.array(_as_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
     except RequestError:
         raise
+    except Image.DecompressionBombError as error:  # Pillow's own limit is the most that the operator's can be
+        message = f"{param} has more pixels than the limit, {budget.policy.max_image_pixels}; send a smaller image, "
+        raise RequestError(message + "or raise --max-image-pixels", param=param, code="media_too_large") from error
     except Exception as error:  # Pillow raises nearly any kind for what is not what it seems
         reason = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({type(error).__name__})"
         message = f"{param} is no image that can be decoded{reason}; expected a whole file of {', '.join(FORMATS)}"

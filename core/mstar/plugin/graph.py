@@ -24,7 +24,8 @@ class Port:
     Args:
         name: the port; a keyword of the method.
         layout: `rows` (one row per task; batched to (B, *shape)), `tokens` (ragged over tokens; batched to
-            (T, *shape), cut together by chunked prefill) or `item` (not batched: the method gets a list).
+            (T, *shape), cut together by chunked prefill) or `item` (not batched: the method gets a list, as long as
+            the batch of its `rows` ports is, padding included).
         dtype: torch dtype name, without the `torch.` prefix; "float" means the model's dtype.
         shape: shape of one row or token. None: any, tasks batch when their shapes agree.
         optional: the method accepts None when nothing feeds the port.

@@ -22,7 +22,7 @@ class SessionTable:
         ttl_s: seconds an idle session is kept.
         max_sessions: most sessions at once; a new one takes the place of the one idle longest.
 
-    Whatever `open` and `expire` return, the workers must drop.
+    Whatever `open`, `make_room` and `expire` return, the workers must drop.
     """
 
     ttl_s: float
@@ -39,7 +39,8 @@ class SessionTable:
     def open(self, name: str, *, now: float) -> list[str]:
         """Open a session that is not open, busy with its first request; an expired name may be used anew.
 
-        Returns the sessions to drop before, which may include an expired one of this name.
+        Returns the sessions to drop before, which may include an expired one of this name; whose place it takes,
+        `make_room` says once its request is known to be in order.
         Raises RequestError 409 if it is open, 429 if every session is busy.
         """
         dropped = self.expire(now=now)
@@ -47,17 +48,22 @@ class SessionTable:
             raise _error(
                 409, "session_open", f"session {name!r} is open already; send only what continues it, or delete it"
             )
-        if len(self._idle_since) >= self.max_sessions:
-            longest = next(iter(self.idle()), None)
-            if longest is None:
-                reason = (
-                    f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
-                )
-                raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
-            self._forget(longest)
-            dropped.append(longest)
+        if len(self._idle_since) - len(self.idle()) >= self.max_sessions:
+            reason = f"all {self.max_sessions} sessions are busy" if self.max_sessions else "sessions are switched off"
+            raise _error(429, "too_many_sessions", f"{reason}; try again later, or raise --max-sessions")
         self._idle_since[name] = None
         return dropped
+
+    def make_room(self, *, num_opening: int = 0) -> list[str]:
+        """Forget those idle longest while there are more than may be, and return them.
+
+        Args:
+            num_opening: busy sessions that take nobody's place yet, as their first request may be refused.
+        """
+        evicted = self.idle()[: max(0, len(self._idle_since) - num_opening - self.max_sessions)]
+        for name in evicted:
+            self._forget(name)
+        return evicted
 
     def resume(self, name: str, *, now: float) -> None:
         """Make an open session busy. Raises RequestError 409 if it is busy, 410 if it has expired, 404 if unknown."""
@@ -67,7 +73,7 @@ class SessionTable:
     def release(self, name: str, *, now: float) -> None:
         """Its request has ended; from now on the session is idle."""
         assert self._idle_since.get(name, now) is None, f"session {name!r} is not busy"
-        self._gone.pop(name, None)  # an expired name that no request has opened anew stays expired
+        self._gone.pop(name, None)
         del self._idle_since[name]  # to the end of the order
         self._idle_since[name] = now
 

@@ -84,7 +84,12 @@ class ModelSpec:
         processor: dotted path of the `Processor`.
         nodes: module name -> dotted path of the `Node` class.
         tasks: task name -> `Task`; the first is the default.
-        endpoints: HTTP routes the model serves besides /v1/generate: "/v1/audio/speech", ...
+        endpoints: HTTP routes the model serves besides /v1/generate. "/v1/audio/speech": by the first task with text in
+            and audio out. "/v1/chat/completions": by tasks with `messages`, the first that gives what is asked for; of
+            their parameters `max_tokens`, `n`, `stop`, those of `SamplingParams` and `logprobs` (how many of the
+            likeliest beside each token) have OpenAI's meaning. "/v1/images/generations", "/v1/images/edits": by the
+            first task with an image out and text, or text and image, in; its parameters `n`, `height`, `width` and
+            `partial_images` serve `n`, `size` and `partial_images`.
         offers: dotted path of `config, tasks -> tasks`: those that a checkpoint can do, as it does them. None: all, as
             they are.
         tiny: dotted path of `make(folder)`, which writes a tiny random checkpoint and returns the folder to load: what

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.media.encode import check_format, open_encoder
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import native
@@ -155,8 +155,10 @@ class ChatRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def chat_tasks(spec: ModelSpec) -> dict[str, Task]:
-    """The tasks that chat requests may stand for."""
-    return {name: task for name, task in spec.tasks.items() if task.messages}
+    """The tasks that chat requests may stand for. Raises PluginError if there is none."""
+    if not (found := {name: task for name, task in spec.tasks.items() if task.messages}):
+        raise PluginError(f"plugin {spec.name!r} names the endpoint {CHAT}, but no task of it takes messages")
+    return found
 
 
 def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]:

@@ -7,6 +7,7 @@ Knows the channel to the worker, and nothing about HTTP or where the worker runs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
@@ -360,7 +361,11 @@ class Engine:
         """End a request with an error, wherever it is; the state may know better what the error is."""
         if not handle.is_over:
             self._apply(self.state.fail(handle.id, error, now=time.monotonic()))
-        self._forget(handle, error=error)  # if it is over on the worker, and not decoded to the end
+        if not handle.is_over:  # it is over on the worker, and not decoded to the end
+            self._forget(handle, error=error)
+            if handle.request.session is not None:  # which has gone on, by what its client does not know
+                with contextlib.suppress(RequestError):  # busy again, or gone
+                    self.close_session(handle.request.session)
 
     def _forget(
         self, handle: RequestHandle, *, result: Result | None = None, error: RequestError | None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import native
 from mstar.server.multipart import parse_form
@@ -70,9 +70,13 @@ class EditRequest(ImageRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 def image_task(spec: ModelSpec, *, path: str) -> str:
-    """The task that requests of a route stand for."""
-    kinds = {"text", "image"} if path == EDITS else {"text"}
-    return next(name for name, task in spec.tasks.items() if "image" in task.outputs and kinds <= {*task.inputs})
+    """The task that requests of a route stand for. Raises PluginError if there is none."""
+    kinds = ("text", "image") if path == EDITS else ("text",)
+    for name, task in spec.tasks.items():
+        if "image" in task.outputs and {*kinds} <= {*task.inputs}:
+            return name
+    need = f"no task of it takes {' and '.join(kinds)} and gives images"
+    raise PluginError(f"plugin {spec.name!r} names the endpoint {path}, but {need}")
 
 
 def request_type(path: str) -> type[ImageRequest]:

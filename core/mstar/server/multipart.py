@@ -6,6 +6,7 @@ The body has been read, within its limit. Knows bytes and names of fields, not w
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from mstar.errors import RequestError
 from mstar.server.native import MAX_PARTS, parse_json
 
 FORM = "multipart/form-data"
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what a client gets wrong is told to the client
 
 
 def parse_form(

@@ -382,7 +382,9 @@ def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, ta
     if isinstance(part, TokensInput):
         return TokensPart(part.ids)
     if isinstance(part, TensorInput):
-        return TensorPart(part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base))
+        return TensorPart(
+            part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base, name=repr(part.name[:60]))
+        )
     if isinstance(part, AudioInput):
         return reader.audio(part.data, param=param)
     if isinstance(part, ImageInput):
@@ -405,12 +407,16 @@ def _video(
             raise RequestError(message, param=f"{param}.{name}")
     if part.fps is None:
         raise RequestError(f"{param}.fps is missing: at how many a second 'frames' are shown", param=f"{param}.fps")
-    frames = _tensor(part.frames, param=f"{param}.frames", base=base)
+    frames = _tensor(part.frames, param=f"{param}.frames", base=base, name="frames")
     if frames.dtype is not torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not frames.numel():
         message = (
             f"{param}.frames is {str(frames.dtype)[6:]} {list(frames.shape)}; it must be uint8 [T, H, W, 3], of 1 "
         )
         raise RequestError(f"{message}frame or more", param=f"{param}.frames")
+    if len(frames) > (most := reader.budget.policy.max_video_frames):
+        message = f"{param}.frames are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
+        raise RequestError(message, param=f"{param}.frames", code="media_too_large")
+    reader.budget.take(frames.numel(), f"{len(frames)} frames", f"{param}.frames")
     return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
 
 
@@ -424,7 +430,7 @@ def _file(name: str, *, base: Path, param: str) -> Path:
 # ---- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
+def _tensor(value: TensorValue, *, param: str, base: Path | None, name: str) -> Tensor:
     given = {name for name in field_names(TensorValue) if getattr(value, name) is not None}
     if given == {"dtype", "shape", "data"}:
         tensor = _tensor_of_data(value, param=param)
@@ -436,7 +442,7 @@ def _tensor(value: TensorValue, *, param: str, base: Path | None) -> Tensor:
     else:
         tensor = _tensor_of_file(value, param=param, base=base)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise RequestError("the tensor holds NaN or infinity; all values must be finite", param=param)
+        raise RequestError(f"the tensor {name} holds NaN or infinity; all values must be finite", param=param)
     return tensor
 
 

@@ -64,7 +64,7 @@ def split_params(
         if name not in known:
             text = f"this model takes no {name}; " if name in neutral else f"{short(name)} is unknown; "
             code = "unsupported_parameter" if name in neutral else "unknown_parameter"
-            raise RequestError(f"{text}known: {', '.join([*own_names, *known])}", param=name[:60], code=code)
+            raise RequestError(f"{text}known: {', '.join([*own_names, *known])}", param=name[:60] or None, code=code)
         params[name] = value
     return fields, params
 

@@ -246,6 +246,7 @@ class EngineState:
             with self._failing_alone(entry, now=now):
                 self._check_memory(encoded)
                 entry.request, entry.encoded = request, encoded
+                self._drop_sessions(self._sessions.make_room(num_opening=self._num_opening))
         return self._actions(now=now)
 
     def receive(self, message: FromWorker, *, now: float) -> list[Action]:
@@ -419,6 +420,12 @@ class EngineState:
         self._decided.append(End(entry, error))
 
     # -- sessions ----------------------------------------------------------------------------------------------
+
+    @property
+    def _num_opening(self) -> int:
+        """Sessions whose first request is still being encoded."""
+        entries = self._entries.values()
+        return sum(entry.session is not None and not entry.resumed and entry.encoded is None for entry in entries)
 
     def _enter_session(self, entry: Entry, *, now: float) -> None:
         """Open the request's session, or go on with it, whichever it can be."""

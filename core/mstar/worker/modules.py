@@ -218,7 +218,7 @@ class Modules:
         if self.config.quantization != "none":
             quantized.check(self.dtype, self.device, invariant=self.config.batch_invariant)
         if self.device.type == "cpu":  # kernels are built now, rather than at the first request
-            linear.kernel(self.dtype)
+            linear.kernel(self.dtype), linear.product_kernel(self.dtype)
             native.available()
         nodes: dict[str, Node] = {}
         for name in dict.fromkeys(node.module for node in graph.nodes):

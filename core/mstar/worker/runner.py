@@ -272,7 +272,8 @@ class Runner:
         """A port's values as one batch, maybe a `Later`; says in the context which are there."""
         values = [work.inputs.get(port.name) for work in works]
         if port.layout == "item":
-            return [settled(v) for v in values]
+            items = [settled(v) for v in values]
+            return items if layout.is_ragged else items + items[-1:] * layout.num_padding
         if port.layout == "tokens":
             return self._collate_tokens(port, works, values, layout, context)
         is_absent = [v is None for v in values]

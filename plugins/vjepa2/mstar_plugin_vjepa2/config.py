@@ -23,6 +23,8 @@ RESAMPLING = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CONDITIONS = 2
 """Tokens of a frame's block in the action-conditioned predictor before its patches: action and state."""
+CLIPS = 4
+"""How many times longer a clip may be than those that a checkpoint was trained on: all its tokens see each other."""
 ACTION_DIM = 7
 """Position, extrinsic xyz Euler angles and gripper: what poses are integrated in, and the release's width."""
 
@@ -451,6 +453,7 @@ def _action_conditioned(fields: Fields, files: list[Path]) -> VJEPA2ACConfig:
             raise ahead.refuse(name, f"the encoder's is {value}", "make the two agree")
     if _side(ahead) != encoder.image_size:
         raise ahead.refuse("img_size", f"the encoder's is {encoder.image_size}", "make the two agree")
+    ahead.require("action_embed_dim", ACTION_DIM, "poses and plans have position, angles and gripper")
     predictor = ACPredictorConfig(
         blocks=_blocks(
             ahead, dim="predictor_embed_dim", depth="depth", heads="num_heads", ratio="mlp_ratio", defaults={}
@@ -500,7 +503,7 @@ def offers(config: VJEPA2Config | VJEPA2ACConfig, tasks: Mapping[str, Task]) -> 
 
 
 def max_model_len(config: VJEPA2Config | VJEPA2ACConfig) -> int:
-    """Tokens of the longest rollout; of the clips it was trained on, where there are none."""
+    """Tokens of the longest rollout; of V-JEPA 2, of the longest clip: `CLIPS` times those it was trained on."""
     if isinstance(config, VJEPA2ACConfig):
         return config.max_frames * config.block
-    return config.frames_per_clip // config.tubelet_size * config.patches
+    return CLIPS * max(1, config.frames_per_clip // config.tubelet_size) * config.patches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +97,26 @@ def make(folder: Path) -> Path:
     return home
 
 
-def make_ac(folder: Path) -> Path:
-    """Write a checkpoint in the layout of the action-conditioned release below `folder`."""
-    home = _home(folder / "vjepa2-ac-vitg", AC_CONFIG)
+def make_ac(folder: Path, config: Mapping[str, Any] = AC_CONFIG) -> Path:
+    """Write a checkpoint of `config` in the layout of the action-conditioned release below `folder`."""
+    home = _home(folder / "vjepa2-ac-vitg", config)
     random = _Random(SEED + 1)
-    patches = random.layer("patch_embed.proj", DIM, 3, TUBELET, PATCH, PATCH)
-    encoder = {**dict(patches), **dict(random.norm("norm", DIM))}
+    own, ahead = config["encoder"], config["predictor"]
+    dim, width, actions = own["embed_dim"], ahead["predictor_embed_dim"], ahead["action_embed_dim"]
+    patches = random.layer("patch_embed.proj", dim, 3, own["tubelet_size"], own["patch_size"], own["patch_size"])
+    encoder = {**dict(patches), **dict(random.norm("norm", dim))}
     predictor = {
-        **dict(random.layer("predictor_embed", PREDICTOR_DIM, DIM)),
-        **dict(random.layer("action_encoder", PREDICTOR_DIM, ACTION)),
-        **dict(random.layer("state_encoder", PREDICTOR_DIM, ACTION)),
-        **dict(random.layer("extrinsics_encoder", PREDICTOR_DIM, ACTION - 1)),
-        **dict(random.norm("predictor_norm", PREDICTOR_DIM)),
-        **dict(random.layer("predictor_proj", DIM, PREDICTOR_DIM)),
+        **dict(random.layer("predictor_embed", width, dim)),
+        **dict(random.layer("action_encoder", width, actions)),
+        **dict(random.layer("state_encoder", width, actions)),
+        **dict(random.layer("extrinsics_encoder", width, actions - 1)),
+        **dict(random.norm("predictor_norm", width)),
+        **dict(random.layer("predictor_proj", dim, width)),
     }
-    for number in range(LAYERS):
-        encoder |= random.block(f"blocks.{number}", DIM, projections=("qkv",), attention="attn")
-    for number in range(PREDICTOR_LAYERS):
-        predictor |= random.block(f"predictor_blocks.{number}", PREDICTOR_DIM, projections=("qkv",), attention="attn")
+    for number in range(own["depth"]):
+        encoder |= random.block(f"blocks.{number}", dim, projections=("qkv",), attention="attn")
+    for number in range(ahead["depth"]):
+        predictor |= random.block(f"predictor_blocks.{number}", width, projections=("qkv",), attention="attn")
     content = {
         "encoder": {f"module.backbone.{name}": tensor for name, tensor in encoder.items()},
         "predictor": {f"module.{name}": tensor for name, tensor in predictor.items()},
@@ -155,7 +157,7 @@ class _Random:
         return {key: tensor for part in parts for key, tensor in part}
 
 
-def _home(folder: Path, config: dict[str, Any]) -> Path:
+def _home(folder: Path, config: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     return folder

@@ -116,9 +116,9 @@ def changed(value: np.ndarray, to: float) -> np.ndarray:
 
 WRONG_ACTIONS = {
     # values
-    "NaN": (rollout(actions=changed(ACTIONS, float("nan"))), "inputs.1.tensor", "finite"),
+    "NaN": (rollout(actions=changed(ACTIONS, float("nan"))), "inputs.1.tensor", "'actions' holds NaN or infinity"),
     "infinity": (rollout(actions=changed(ACTIONS, float("inf"))), "inputs.1.tensor", "finite"),
-    "NaN in a state": (rollout(state=changed(STATE, float("nan"))), "inputs.2.tensor", "finite"),
+    "NaN in a state": (rollout(state=changed(STATE, float("nan"))), "inputs.2.tensor", "'state' holds NaN or infinity"),
     # widths, shapes and types
     "six columns": (rollout(actions=ACTIONS[:, :6]), "actions", r"float32 \[4, 6\]"),
     "eight columns in a state": (rollout(state=np.zeros(8, np.float32)), "state", r"\[7\] or \[B,7\]"),
@@ -164,6 +164,9 @@ WRONG_ACTIONS = {
     "teaching one frame": (taught(frames=FRAMES[:1]), "frames", "at least 2"),
     "teaching too few actions": (taught(actions=ACTIONS[:3]), "actions", "3 rows for 5 frames; give 4"),
     "teaching too many states": (taught(states=np.zeros((5, 7), np.float32)), "states", "5 rows for 5 frames"),
+    "teaching beyond the positions": (
+        taught(frames=np.zeros((POSITIONS + 2, 8, 8, 3), np.uint8)), "frames", "at most 33"
+    ),
     "teaching in a session": (taught(session="a"), "session", "keeps no sessions"),
     # plans
     "a plan without a goal": (plan(frames=FRAMES[:1]), "frames", "the goal"),
@@ -185,6 +188,7 @@ WRONG_ACTIONS = {
     # the rest
     "a task of the other checkpoint": (("predict", {"frames": FRAMES}), "task", "encode, rollout, teacher_forced"),
     "text": (rollout(inputs=[{"type": "text", "text": "left"}]), "inputs.0", "takes no text part"),
+    "distances without a goal": (rollout(outputs=["tensor:distances"]), "outputs", "no goal"),
     "an output it does not give": (rollout(outputs=["tensor:features"]), "outputs.0", "latents"),
     "more frames than are encoded": (
         ("encode", {"frames": np.zeros((1025, 1, 1, 3), np.uint8)}), "frames", "at most 1024"

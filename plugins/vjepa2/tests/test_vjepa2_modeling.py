@@ -575,6 +575,7 @@ def write(folder: Path, source: str, change: dict[str, Any]) -> Path:
         ("vjepa2", {"qkv_bias": "yes"}, ["qkv_bias is 'yes'", "true or false"]),
         ("vjepa2", {"crop_size": 80}, ["video_preprocessor_config.json", "crop_size", "the model's crop_size is 80"]),
         ("vjepa2_ac", {"predictor.use_extrinsics": True}, ["predictor.use_extrinsics is True", "only false"]),
+        ("vjepa2_ac", {"predictor.action_embed_dim": 8}, ["predictor.action_embed_dim is 8", "only 7"]),
         ("vjepa2_ac", {"predictor.is_frame_causal": False}, ["predictor.is_frame_causal is False", "only true"]),
         ("vjepa2_ac", {"encoder.use_rope": False}, ["encoder.use_rope is False"]),
         ("vjepa2_ac", {"encoder.use_silu": True}, ["encoder.use_silu is True", "no gate"]),

@@ -148,7 +148,8 @@ def test_plots_need_matplotlib_and_a_plugin_that_draws(
     assert "pip install 'mstar-core[plot]'" in told and not (tmp_path / "out").exists()
 
 
-def test_a_tensor_flag_needs_a_name_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_of_inputs_need_what_they_are_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "there is none" in refused(capsys, "--plugin", "vjepa2", "--num-frames", "4", "--image", "x.png")
     assert "expected NAME=FILE" in refused(capsys, "--plugin", "vjepa2", "--tensor", "actions")
     told = refused(capsys, "--plugin", "vjepa2", "--model", "tiny-ac", "--tensor", f"actions={tmp_path}/no.safetensors")
     assert "there is no file" in told

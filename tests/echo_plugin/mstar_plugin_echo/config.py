@@ -24,6 +24,7 @@ SEPARATOR = 10
 """The newline byte: fed to the first decode step after a prompt that was prefilled whole."""
 
 IMAGE_FEATURES = 4
+MOST_LOGPROBS = 20
 SAMPLES_PER_FRAME = 4
 SAMPLE_RATE = 8000
 MODULUS = 65521
@@ -211,6 +212,28 @@ class StatesParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class MediaParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`media`: none."""
+
+
+class ChatParams(GenerateParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`chat`: as `generate`; so many likeliest tokens at each place; the first `think` tokens are reasoning."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    think: Count = 0
+
+
+class DrawParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`draw`: a picture of its prompt, seed, `scale` and steps; 8x8, or as large as the last image it gets.
+
+    `preview_every` so many steps, or so many `partial_images` in all, a preview.
+    """
+
+    height: Annotated[int, Meta(ge=1, le=64)] | None = None
+    width: Annotated[int, Meta(ge=1, le=64)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=64)] = 4
+    scale: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    n: Annotated[int, Meta(ge=1, le=10)] = 1
+    preview_every: Count = 0
+    partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
 
 
 def sampling(params: Any) -> SamplingParams:

@@ -30,7 +30,7 @@ from mstar.plugin.graph import (
     Whole,
 )
 from mstar.plugin.states import RequestView, Start, States, Then
-from mstar_plugin_echo.config import IMAGE_FEATURES, EchoConfig
+from mstar_plugin_echo.config import IMAGE_FEATURES, MOST_LOGPROBS, EchoConfig
 
 # ---- nodes ----------------------------------------------------------------------------------------------
 
@@ -61,6 +61,13 @@ def language_nodes(config: EchoConfig) -> tuple[Node, ...]:
     prefill = Method(
         name="prefill", inputs=(prompt,), outputs=(Port("hidden", shape=hidden),), kv=KV(ids="ids", rebuild=True)
     )
+    say = Method(
+        name="say",
+        inputs=(ids, Port("eos_at", dtype="int64", optional=True)),
+        # The id again with its log-probability, and the likeliest ids with theirs.
+        outputs=(Port("token", dtype="int64"), Port("said", dtype="float32", shape=(2 + 2 * MOST_LOGPROBS,))),
+        kv=KV(ids="ids"),
+    )
     push = Method(name="push", inputs=(ids,), kv=KV(ids="ids"))
     read = Method(
         name="read",
@@ -79,7 +86,7 @@ def language_nodes(config: EchoConfig) -> tuple[Node, ...]:
         kv=KV(),
     )
     return (
-        Node("lm", (prefill, decode(), push, read, flow(), frame)),
+        Node("lm", (prefill, decode(), say, push, read, flow(), frame)),
         Node("lm_text", (flow("text"),), "lm"),
         Node("lm_draft", (decode("draft"),), "lm"),
         Node("lm_view", (decode("view"),), "lm"),
@@ -182,6 +189,17 @@ def generate_walk() -> Walk:
     # are bare ids: inside the Each, `last` is one of them.
     samples = Each(DynamicLoop("max_tokens", decode(), carry=("last",)), over="last", fork="main")
     return Walk(name="generate", inputs=("ids", "last", "eos_at"), section=Sequential(Call("lm.prefill"), samples))
+
+
+def chat_walk() -> Walk:
+    say = Call("lm.say", inputs={"ids": "last"}, outputs={"token": "last"}, emits={"said": "said"})
+    samples = Each(DynamicLoop("max_tokens", say, carry=("last",)), over="last", fork="main")
+    return Walk(name="chat", inputs=("ids", "last", "eos_at"), section=Sequential(Call("lm.prefill"), samples))
+
+
+def draw_walk() -> Walk:
+    stroke = Call("left.scale", inputs={"factor": "two"}, outputs={"y": "x"}, emits={"y": "strokes"})
+    return Walk(name="draw", inputs=("x", "two"), section=Each(Loop("steps", stroke, carry=("x",)), over="x"))
 
 
 def nested_walks(config: EchoConfig) -> tuple[Walk, ...]:
@@ -390,6 +408,8 @@ def states() -> States:
             Start(walk="resume", task="session"),
             Start(walk="draft", task="states"),
             Start(walk="media", task="media"),
+            Start(walk="chat", task="chat"),
+            Start(walk="draw", task="draw"),
         ),
         thens=(
             Then(after="draft", walk="revise", step="reencode", when=lambda r: r.params.revise),
@@ -421,6 +441,8 @@ def graph(config: EchoConfig | None = None) -> Graph:
             *session_walks(),
             *states_walks(),
             media_walk(),
+            chat_walk(),
+            draw_walk(),
         ),
         streams=(
             Stream(name="frames", policy=LeftContext(FRAME_SIZES, 1)),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.errors import RequestError
+from mstar.layers.sampling import logprobs
 from mstar.plugin.nodes import Context, KVLayout, Node, Plan, Sampler, Slot, Task
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_echo import weights
@@ -21,6 +22,7 @@ from mstar_plugin_echo.config import (
     EOS,
     IMAGE_FEATURES,
     MODULUS,
+    MOST_LOGPROBS,
     SAMPLES_PER_FRAME,
     VOCAB_SIZE,
     EchoConfig,
@@ -87,6 +89,19 @@ class LanguageModel(EchoNode):
             else:
                 task.count("completion_tokens")
         return {"text": text}
+
+    def say(self, ctx: Context, ids: Tensor, eos_at: Tensor | None) -> dict[str, Tensor]:
+        """Last ids (B,) -> next ids (B,), and with them how likely they and others were, (B, 2 + 2 * most)."""
+        hidden = self.decoder(self.embed(ids), positions=ctx.positions, kv=ctx.kv)
+        logits = force(self.head(hidden).float(), EOS, at=eos_at, fed=ctx.present.get("eos_at"), step=ctx.iteration)
+        token = ctx.sample("main", logits)
+        own, best_ids, best = logprobs(logits, token, MOST_LOGPROBS)
+        return {"token": token, "said": torch.cat((torch.stack((token.float(), own), 1), best_ids.float(), best), 1)}
+
+    def finish_say(self, tasks: Sequence[Task], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """As `finish_decode`."""
+        text = self.finish_decode(tasks, {"text": outputs["said"][:, 0]})["text"]
+        return {"said": [None if token is None else row for token, row in zip(text, outputs["said"], strict=True)]}
 
     def push(self, ctx: Context, ids: Tensor) -> dict[str, Tensor]:
         """Write ids (B,) and ask for nothing."""

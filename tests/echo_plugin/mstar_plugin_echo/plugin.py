@@ -69,6 +69,8 @@ TASKS = {
         outputs=("tensors",),
         tensors_out=("facts",),
     ),
+    "chat": Task(params=config.ChatParams, inputs=("text", "image", "audio", "video"), messages=True),
+    "draw": Task(params=config.DrawParams, inputs=("text", "image"), outputs=("image", "text"), messages=True),
 }
 
 
@@ -83,7 +85,7 @@ def register_models(register: Callable[[ModelSpec], None]) -> None:
             processor="mstar_plugin_echo.processing:EchoProcessor",
             nodes={module: f"mstar_plugin_echo.nodes:{name}" for module, name in NODES.items()},
             tasks=TASKS,
-            endpoints=("/v1/audio/speech",),
+            endpoints=("/v1/audio/speech", "/v1/chat/completions", "/v1/images/generations", "/v1/images/edits"),
             voices="mstar_plugin_echo.config:voices",
             tiny="mstar_plugin_echo.tiny:make",
             max_model_len="mstar_plugin_echo.config:max_model_len",

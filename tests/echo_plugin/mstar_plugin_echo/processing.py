@@ -8,11 +8,13 @@ from __future__ import annotations
 import codecs
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ from mstar.plugin import (
     Chunk,
     Emission,
     Encoded,
+    ImageChunk,
     ImagePart,
+    Logprob,
     Part,
     Processor,
     ProgressChunk,
@@ -34,6 +38,7 @@ from mstar.plugin import (
     TensorPart,
     TextChunk,
     TextPart,
+    TokenLogprob,
     TokensPart,
     VideoPart,
 )
@@ -42,6 +47,7 @@ from mstar_plugin_echo.config import (
     EOS,
     IMAGE_FEATURES,
     MODULUS,
+    MOST_LOGPROBS,
     SAMPLE_RATE,
     SEPARATOR,
     VOCAB_SIZE,
@@ -54,9 +60,10 @@ NUM_LATENTS = 6
 
 @dataclass(slots=True)
 class DecodeState:
-    """What one request's decoding remembers: the unfinished character of each item's text."""
+    """What one request's decoding remembers: how much each item has given, and its text's unfinished character."""
 
     request: Request
+    counts: Counter[tuple[int, ...]] = field(default_factory=Counter)
     characters: dict[tuple[int, ...], codecs.IncrementalDecoder] = field(default_factory=dict)
 
 
@@ -83,6 +90,10 @@ class EchoProcessor(Processor):
             yield from self._flush(state, emission)
         elif emission.name == "text":
             yield self._text(state, emission)
+        elif emission.name == "said":
+            yield from self._said(state, emission)
+        elif emission.name == "strokes":
+            yield from _picture(state, emission)
         elif emission.name == "wave":
             yield AudioChunk(emission.value.numpy(), SAMPLE_RATE)
         elif emission.name == "progress":
@@ -103,6 +114,21 @@ class EchoProcessor(Processor):
         said = bytes(token for token in map(int, outputs["draft"]) if token < BOS)
         return {"ids": _ids([_prompt(request)[-1], *said.upper()]), "last": torch.tensor(SEPARATOR)}
 
+    def finish(self, state: DecodeState, result: dict[str, Any]) -> None:
+        think = getattr(state.request.params, "think", 0)
+        if think:
+            result["usage"]["reasoning_tokens"] = sum(min(count, think) for count in state.counts.values())
+
+    def _said(self, state: DecodeState, emission: Emission) -> Iterable[Chunk]:
+        params, number = state.request.params, state.counts[emission.path]
+        state.counts[emission.path] += 1
+        if number == params.think:
+            yield from self._flush(state, emission)
+        chunk = self._text(state, replace(emission, value=emission.value[0]))
+        if params.logprobs is not None:
+            chunk = replace(chunk, logprobs=(_logprob(emission.value, params.logprobs),))
+        yield replace(chunk, channel="reasoning") if number < params.think else chunk
+
     def _text(self, state: DecodeState, emission: Emission) -> TextChunk:
         token = int(emission.value)
         decoder = state.characters.get(emission.path)
@@ -115,13 +141,48 @@ class EchoProcessor(Processor):
         decoder = state.characters.pop(emission.path, None)
         rest = decoder.decode(b"", final=True) if decoder else ""
         if rest:
-            yield TextChunk(rest, (), _index(state, emission))
+            is_thought = state.counts[emission.path] <= getattr(state.request.params, "think", -1)
+            channel: Literal["answer", "reasoning"] = "reasoning" if is_thought else "answer"
+            yield TextChunk(rest, (), _index(state, emission), channel=channel)
 
 
 def _index(state: DecodeState, emission: Emission) -> int:
     """Which of several outputs an item's emissions belong to: samples and producers have their own, texts join."""
-    has_own = state.request.task in ("generate", "chunks_each")
+    has_own = state.request.task in ("generate", "chunks_each", "chat", "draw")
     return emission.path[0] if has_own and emission.path else 0
+
+
+def _logprob(said: Tensor, top: int) -> TokenLogprob:
+    """What `lm.say` says of a token, with its `top` likeliest others."""
+
+    def named(token: int) -> tuple[str, tuple[int, ...]]:
+        data = bytes([token]) if token < BOS else f"<{token}>".encode()
+        return data.decode(errors="replace"), tuple(data)
+
+    ids, values = said[2 : 2 + MOST_LOGPROBS].int().tolist()[:top], said[2 + MOST_LOGPROBS :].tolist()[:top]
+    (text, data), own = named(int(said[0])), float(said[1])
+    likeliest = [(named(token), value) for token, value in zip(ids, values, strict=True)]
+    return TokenLogprob(text, own, data, tuple(Logprob(name, value, spelt) for (name, spelt), value in likeliest))
+
+
+def _picture(state: DecodeState, emission: Emission) -> Iterable[Chunk]:
+    """The picture after a stroke: a preview where one is due, and after the last stroke the picture itself."""
+    params, index = state.request.params, _index(state, emission)
+    state.counts[emission.path] += 1
+    number, steps = state.counts[emission.path], params.steps
+    if index == 0:
+        yield ProgressChunk(number, steps)
+    due = [steps * place // (params.partial_images + 1) for place in range(1, params.partial_images + 1)]
+    if params.preview_every:
+        due += range(params.preview_every, steps, params.preview_every)
+    if number < steps and number not in due:
+        return
+    height, width = _size(state.request)
+    at = np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3)
+    pixels = ((at + 1) * int(emission.value) // 7 % 256).astype(np.uint8)
+    yield ImageChunk(pixels, index, partial=number < steps)
+    if number == steps:
+        yield TextChunk(f"{width}x{height}", (), index)
 
 
 # ---- encoders -------------------------------------------------------------------------------------------
@@ -320,6 +381,65 @@ def encode_media(request: Request) -> Encoded:
     return Encoded(inputs={"facts": [media_facts(part) for part in request.parts]})
 
 
+def encode_chat(request: Request) -> Encoded:
+    """A line for each message: its role, its text, and four bytes for every image, sound or video."""
+    params, prompt = request.params, [BOS, *_conversation(request), SEPARATOR]
+    return Encoded(
+        inputs={
+            "ids": _ids(prompt[:-1]),
+            "last": [torch.tensor(prompt[-1])] * params.n,
+            "eos_at": -1 if params.eos_at is None else params.eos_at,
+        },
+        fields={"max_tokens": params.max_tokens},
+        kv_tokens={"lm.main": len(prompt) - 1 + params.max_tokens},
+        samplers={"main": sampling(params)},
+        sampler_prompts={"main": prompt},
+        prompt_token_ids=prompt,
+    )
+
+
+def encode_draw(request: Request) -> Encoded:
+    params = request.params
+    if params.preview_every and params.partial_images:
+        message = "params.preview_every and params.partial_images are both given; leave one out"
+        raise RequestError(message, param="params.partial_images")
+    _size(request)
+    prompt = _conversation(request)
+    seeds = [f"{request.seed} {params.scale} {item}".encode() + prompt for item in range(params.n)]
+    items = [torch.tensor(1 + zlib.crc32(seed) % (MODULUS - 1)) for seed in seeds]
+    fields = {"steps": params.steps}
+    return Encoded(inputs={"x": items, "two": torch.tensor(2)}, fields=fields, prompt_token_ids=list(prompt))
+
+
+def _conversation(request: Request) -> bytes:
+    known = ("system", "user", "assistant", "tool")
+    lines = []
+    for place, message in enumerate(request.messages):
+        if message.role not in known:
+            text = f"messages.{place}.role is {message.role[:60]!r}; known: {', '.join(known)}"
+            raise RequestError(text, param=f"messages.{place}.role")
+        lines.append(f"{message.role}:".encode() + b"".join(map(_spelt, message.parts)))
+    return b"\n".join([*lines, b"".join(map(_spelt, request.parts))])
+
+
+def _spelt(part: Part) -> bytes:
+    if isinstance(part, TextPart):
+        return part.text.encode()
+    return zlib.crc32(repr(media_facts(part)).encode()).to_bytes(4, "little")
+
+
+def _size(request: Request) -> tuple[int, int]:
+    """Height and width: those asked for, or else the last image's, or else 8."""
+    parts = [*request.parts, *(part for message in request.messages for part in message.parts)]
+    shapes = [part.pixels.shape[:2] for part in parts if isinstance(part, ImagePart)]
+    height, width = shapes[-1] if shapes else (8, 8)
+    found = request.params.height or height, request.params.width or width
+    if max(found) > 64:
+        text = f"the image would be {found[1]}x{found[0]}; at most 64x64 is drawn: give a size"
+        raise RequestError(text, param="params.height")
+    return found
+
+
 def media_facts(part: Part) -> list[int]:
     """What came of a part: sample rate or milliseconds of a clip, shape, and a checksum of its bytes."""
     if isinstance(part, AudioPart):
@@ -344,6 +464,8 @@ ENCODERS: dict[str, Callable[[Request], Encoded]] = {
     "session": encode_session,
     "states": encode_states,
     "media": encode_media,
+    "chat": encode_chat,
+    "draw": encode_draw,
 }
 
 

@@ -92,7 +92,9 @@ def full_sequence(module: ACPredictor, z: Tensor, actions: Tensor, states: Tenso
     blocks = module.embed(z, actions, states)
     cos, sin = (table.flatten(0, 1)[:, None].to(blocks.dtype) for table in module.tables(frames))
     of = frames.repeat_interleave(blocks.shape[2])
-    attend = partial(full_attention, mask=of[:, None] >= of)
+    hidden = torch.zeros(len(of), len(of), dtype=blocks.dtype, device=z.device)
+    hidden.masked_fill_(of[:, None] < of, -torch.inf)  # added to the scores, which is faster than a mask of booleans
+    attend = partial(full_attention, mask=hidden)
     x = blocks.flatten(1, 2)
     for block in module.blocks:
         x = block(x, cos, sin, attend)

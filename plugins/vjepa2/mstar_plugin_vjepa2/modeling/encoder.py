@@ -30,23 +30,21 @@ class Encoder(nn.Module):
 
         Returns: (B, T // tubelet_size * H // patch_size * W // patch_size, dim), after the final norm.
         """
-        return self.norm(self.layers(pixels)[-1])
+        x, cos, sin = self._embed(pixels)
+        for block in self.blocks:
+            x = block(x, cos, sin, full_attention)
+        return self.norm(x)
 
     def layers(self, pixels: Tensor) -> list[Tensor]:
         """What goes into the first block and comes out of each, (B, N, dim), before the final norm."""
-        x, height, width = self._embed(pixels)
-        if self.config.fixed_grid:
-            height = width = self.config.grid
-        ids = torch.arange(x.shape[1], device=x.device)
-        tables = rotary(*place(ids, height=height, width=width), head_dim=self.config.blocks.head_dim)
-        cos, sin = (table[:, None].to(x.dtype) for table in tables)
+        x, cos, sin = self._embed(pixels)
         outputs = [x]
         for block in self.blocks:
             outputs.append(block(outputs[-1], cos, sin, full_attention))
         return outputs
 
-    def _embed(self, pixels: Tensor) -> tuple[Tensor, int, int]:
-        """(B, T, C, H, W) -> patches (B, N, dim) and how many there are above and beside each other."""
+    def _embed(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C, H, W) -> patches (B, N, dim), and cosines and sines (N, 1, head_dim) of their positions."""
         time, size = self.config.tubelet_size, self.config.patch_size
         if pixels.shape[1] < time:
             pixels = pixels.repeat(1, time, 1, 1, 1)
@@ -54,7 +52,12 @@ class Encoder(nn.Module):
         pixels = pixels[:, : frames // time * time, :, : height // size * size, : width // size * size]
         x = pixels.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(1, (-1, time))
         x = x.permute(0, 1, 4, 6, 3, 2, 5, 7)  # (B, T/t, h, w, C, t, p, p)
-        return self.patch(x.flatten(4).flatten(1, 3).to(self.patch.weight.dtype)), height // size, width // size
+        x = self.patch(x.flatten(4).flatten(1, 3).to(self.patch.weight.dtype))
+        rows, columns = (self.config.grid,) * 2 if self.config.fixed_grid else (height // size, width // size)
+        ids = torch.arange(x.shape[1], device=x.device)
+        tables = rotary(*place(ids, height=rows, width=columns), head_dim=self.config.blocks.head_dim)
+        cos, sin = (table[:, None].to(x.dtype) for table in tables)
+        return x, cos, sin
 
     def encode_frames(self, frames: Tensor) -> Tensor:
         """Latents of single frames, as the action-conditioned predictor takes and gives them.

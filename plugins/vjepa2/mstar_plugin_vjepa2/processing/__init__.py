@@ -19,6 +19,7 @@ from mstar.plugin import (
     Processor,
     ProgressChunk,
     Request,
+    RequestError,
     TensorChunk,
 )
 from mstar_plugin_vjepa2.config import VJEPA2ACConfig
@@ -51,7 +52,7 @@ class VJEPA2Processor(Processor):
     def encode(self, request: Request) -> Encoded:
         if self._actions is not None:
             return self._actions.encode(request)
-        clips = read_clips(request, self.config)
+        clips = read_clips(request, self.config, most_tokens=self.limits.max_model_len)
         tokens = max(1, len(clips[0]) // self.config.tubelet_size) * self.config.patches
         inputs: dict[str, Any] = {"clips": [{"pixels": clip} for clip in clips]}
         fields = {}
@@ -70,10 +71,13 @@ class VJEPA2Processor(Processor):
         return Progress(request, firsts)
 
     def decode(self, state: Progress, emission: Emission) -> Iterator[Chunk]:
-        """Tensors as they come: a feature or a row's prediction is one part of the whole."""
+        """Tensors as they come: a feature or a row's prediction is one part of the whole. Refuses NaN and infinity."""
         if emission.final:
             return
         row, name, value = (emission.path or (0,))[0], emission.name, emission.value.float()
+        if not bool(value.sum().isfinite()):
+            message = f"{name!r} came out as NaN or infinity: an input is too large for the model; give smaller values"
+            raise RequestError(message, status=422)
         step = state.seen[name, row]
         state.seen[name, row] += 1
         if name in ("latents", "distances"):

@@ -57,6 +57,7 @@ class ActionInputs:
         fields = {"context": context - 1, "horizon": horizon}
         if params.goal_frame is not None or inputs["given_goal"] is not None:
             fields["goal"] = 1
+        self._check_goal(request, fields)
         if len(items) > 1:
             if request.session is not None:
                 message = (
@@ -102,7 +103,8 @@ class ActionInputs:
             "firsts": [rows[0][1]],
         }  # fmt: skip
         fields = {"horizon": horizon} | ({} if goal is None else {"goal": 1})
-        return self._encoded(inputs, fields, tokens=0, blocks=horizon)
+        self._check_goal(request, fields)
+        return self._encoded(inputs, fields, tokens=0, blocks=length + horizon)
 
     def _refuse_opening(self, request: Request, param: str) -> None:
         message = (
@@ -116,7 +118,9 @@ class ActionInputs:
         number = len(frames) - 1
         if number < 1:
             raise RequestError("there is 1 frame; teacher forcing needs at least 2", param=frames.param)
-        self._check_room(number, kept=0, horizon=1)
+        if number > (most := self.config.max_frames):
+            message = f"there are {len(frames)} frames; the checkpoint has positions for {most} steps: give at most "
+            raise RequestError(f"{message}{most + 1}", param=frames.param, code="context_length_exceeded")
         actions, given = self._actions(request, dims=(2, 3)), read_rows(request, "states", self.width, dims=(2, 3))
         if given is None:
             raise RequestError(f"tensor 'states' is missing; give [{number},{self.width}]", param="states")
@@ -305,6 +309,12 @@ class ActionInputs:
             "goal_index": torch.tensor(0 if goal_frame is None else indices.index(goal_frame)),
             "given_goal": goal,
         }
+
+    def _check_goal(self, request: Request, fields: dict[str, int]) -> None:
+        """Refuse to give distances to nothing."""
+        if "goal" not in fields and "tensor:distances" in request.outputs:
+            message = "there is no goal that 'distances' could be to; give tensor 'goal'"
+            raise RequestError(message + ("" if request.resumed else ", or params.goal_frame"), param="outputs")
 
     def _goal(self, request: Request) -> Tensor | None:
         return read_shaped(request, "goal", (self.config.patches, self.config.dim), "patches, width")

@@ -48,8 +48,12 @@ class Frames:
         return torch.cat([preprocess(part, config.preprocess) for part in values.split(_PREPROCESSED)])
 
 
-def read_clips(request: Request, config: VJEPA2Config) -> list[Tensor]:
-    """The request's clips, (T, 3, S, S) each and all of one shape: videos, images of one frame each, or tensors."""
+def read_clips(request: Request, config: VJEPA2Config, *, most_tokens: int) -> list[Tensor]:
+    """The request's clips, (T, 3, S, S) each and all of one shape: videos, images of one frame each, or tensors.
+
+    Args:
+        most_tokens: of one clip, all of which attend to each other.
+    """
     found = [Frames(torch.from_numpy(p.frames), "inputs") for p in request.parts if isinstance(p, VideoPart)]
     images = [Frames(torch.from_numpy(p.pixels)[None], "inputs") for p in request.parts if isinstance(p, ImagePart)]
     tensors = _tensors(request)
@@ -66,15 +70,19 @@ def read_clips(request: Request, config: VJEPA2Config) -> list[Tensor]:
         message = f"there are {number} frames in {len(clips)} clips; give at most {MOST_FRAMES} at once"
         raise RequestError(message, param=clips[0].param)
     for clip in clips:
-        _check_length(clip, config)
+        _check_length(clip, config, most_tokens=most_tokens)
     if len({len(clip) for clip in clips}) > 1:
         lengths = ", ".join(str(len(clip)) for clip in clips)
         raise RequestError(f"clips have {lengths} frames; those of one request must be as long", param="inputs")
     return [clip.pixels(config) for clip in clips]
 
 
-def _check_length(clip: Frames, config: VJEPA2Config) -> None:
+def _check_length(clip: Frames, config: VJEPA2Config, *, most_tokens: int) -> None:
     number, tubelet = len(clip), config.tubelet_size
+    if (tokens := number // tubelet * config.patches) > most_tokens:
+        message = f"a clip has {number} frames, {tokens} tokens; the limit is {most_tokens} (--max-model-len); "
+        message += f"give at most {most_tokens // config.patches * tubelet} frames"
+        raise RequestError(message, param=clip.param, code="context_length_exceeded")
     if number != 1 and number % tubelet:
         message = f"a clip has {number} frames; give 1 or a multiple of {tubelet}, which one token spans"
         raise RequestError(message, param=clip.param)
@@ -169,7 +177,7 @@ def read_shaped(request: Request, name: str, shape: tuple[int, ...], meaning: st
     if tensor is None:
         return None
     if not tensor.is_floating_point() or tuple(tensor.shape) != shape:
-        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})".replace(" ", " ")
+        message = f"{name} is {_described(tensor)}; give floats {list(shape)} ({meaning})"
         raise RequestError(message, param=name)
     return tensor.float()
 

@@ -6,6 +6,7 @@ picture, so that one colour means one thing in all of them. Imports matplotlib, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ def _plan(request: Request, tensors: Mapping[str, Tensor], config: Config) -> li
     left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(fontsize="small")
     _draw_actions(right, actions)
+    figure.get_layout_engine().set(rect=(0, 0, 0.98, 1))  # the gripper's scale is not counted
     return [figure]
 
 
@@ -196,12 +198,13 @@ def _draw_actions(axes: Any, actions: Tensor) -> None:
         at = [step + (place - 1.5) * 0.2 for step in range(len(actions))]
         of = other if column == 6 else axes
         bars.append(of.bar(at, actions[:, column].tolist(), width=0.2, label=AXES[column], color=f"C{place}"))
-    for of, label in ((axes, "x, y, z: m"), (other, "gripper")):
+    for of in (axes, other):
         reach = max(map(abs, of.get_ylim()))
-        of.set(ylim=(-reach, reach), ylabel=label)
+        of.set_ylim(-reach, reach)
+    other.tick_params(axis="y", colors="C3")
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(title="Planned actions", xlabel="action", xticks=range(len(actions)))
-    axes.legend(handles=bars, fontsize="small", loc="center left", bbox_to_anchor=(1.2, 0.5))
+    axes.set(title="Planned actions", xlabel="action", ylabel="m", xticks=range(len(actions)))
+    axes.legend(handles=bars, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4)
 
 
 # ---- colours --------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def _clips(request: Request, config: Config) -> list[Tensor]:
     """Each clip's frames as the encoder sees them, (T, S, S, 3) of 0 to 1."""
     if isinstance(config, VJEPA2ACConfig):
         return [_views(request, config)]
-    return [_seen(clip, config) for clip in read_clips(request, config)]
+    return [_seen(clip, config) for clip in read_clips(request, config, most_tokens=sys.maxsize)]
 
 
 def _views(request: Request, config: Any) -> Tensor:
