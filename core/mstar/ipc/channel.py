@@ -1,7 +1,7 @@
 """The two ends of the road between the server's engine and a worker, and the in-memory channel.
 
-The engine's end belongs to an event loop, the worker's to a thread (or, over another channel, a process). Order is
-kept in each direction. Knows nothing of what messages mean.
+The engine's end belongs to an event loop, the worker's to a thread (or a process: `process_channel`). Order is kept in
+each direction. Knows nothing of what messages mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class WorkerEnd(Protocol):
     """What a worker holds: `receive` is for one thread, `send` for any."""
 
     def send(self, message: FromWorker) -> None:
-        """Never blocks; does nothing once the engine has closed its end."""
+        """Waits only while the engine has yet to read more than the channel holds; does nothing once it has closed.
+
+        Raises TypeError for values that may not cross, where they have to.
+        """
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
         """All messages there are, waiting up to `timeout_s` (None: for ever) for the first; empty on time-out."""
@@ -29,7 +32,7 @@ class EngineEnd(Protocol):
     """What an engine holds: used on its event loop only."""
 
     def send(self, message: ToWorker) -> None:
-        """Never blocks."""
+        """Never blocks. Raises TypeError for values that may not cross, where they have to."""
 
     async def receive(self) -> list[FromWorker]:
         """All messages there are, waiting for the first."""

@@ -1,11 +1,13 @@
-"""Messages to bytes and back: msgpack, with tensors as one extension type: dtype, shape and raw bytes.
+"""Messages to bytes and back: msgpack, with tensors as an extension type: dtype, shape and raw bytes.
 
-Used by channels between processes, and by the in-memory channel under test. Knows no sockets and no devices but
-the CPU: whoever sends a tensor has moved it there.
+Used by channels between processes, and by the in-memory channel under test. A channel may carry the bytes of large
+tensors beside the message (`sparing_encoder`, `sparing_decoder`). Knows no sockets and no devices but the CPU: whoever
+sends a tensor has moved it there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,13 +16,18 @@ from torch import Tensor
 
 from mstar.ipc.messages import FromWorker, ToWorker
 
+INLINE_BYTES = 16 * 1024
+"""Tensors from here on are large."""
+
 _TENSOR = 1
+_SPARED = 2  # the same without its elements
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )}  # fmt: skip
 _encode_tensor = msgspec.msgpack.Encoder().encode
 _decode_tensor = msgspec.msgpack.Decoder(tuple[str, list[int], memoryview]).decode  # dtype, shape, elements
+_decode_spared = msgspec.msgpack.Decoder(tuple[str, list[int]]).decode
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
@@ -31,6 +38,31 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 def decode(data: bytes) -> ToWorker | FromWorker:
     """The message that `encode` made bytes of; tuples inside untyped values come back as lists."""
     return _decoder.decode(data)
+
+
+def sparing_encoder(spare: Callable[[Tensor], None]) -> Callable[[ToWorker | FromWorker], bytes]:
+    """Like `encode`, but the elements of each large tensor go to `spare`, in order: uint8 (B,), a view if it can be."""
+
+    def encode_value(value: Any) -> msgspec.msgpack.Ext:
+        if not isinstance(value, Tensor) or value.nbytes < INLINE_BYTES:
+            return _encode_value(value)
+        name = _dtype_name(value)
+        spare(value.detach().contiguous().reshape(-1).view(torch.uint8))
+        return msgspec.msgpack.Ext(_SPARED, _encode_tensor((name, list(value.shape))))
+
+    return msgspec.msgpack.Encoder(enc_hook=encode_value).encode
+
+
+def sparing_decoder(take: Callable[[], Tensor]) -> Callable[[bytes | memoryview], ToWorker | FromWorker]:
+    """Like `decode`; `take` gives what was spared, in order: uint8 (B,), memory that the tensor then owns."""
+
+    def decode_extension(code: int, data: memoryview) -> Tensor:
+        if code != _SPARED:
+            return _decode_extension(code, data)
+        name, shape = _decode_spared(data)
+        return take().view(_DTYPES[name]).reshape(shape)
+
+    return msgspec.msgpack.Decoder(ToWorker | FromWorker, ext_hook=decode_extension).decode
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -53,12 +85,17 @@ def _encode_value(value: Any) -> msgspec.msgpack.Ext:
             f"{type(value).__module__}.{type(value).__qualname__} cannot cross to another process; "
             "send tensors, numbers, strings, None, and lists and dicts of those"
         )
-    if value.device.type != "cpu":
-        raise TypeError(f"a tensor on {value.device} cannot cross to another process; move it to the CPU first")
-    name = str(value.dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise TypeError(f"tensors of {value.dtype} cannot cross to another process; use one of {', '.join(_DTYPES)}")
+    name = _dtype_name(value)
     return msgspec.msgpack.Ext(_TENSOR, _encode_tensor((name, list(value.shape), tensor_bytes(value))))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"a tensor on {tensor.device} cannot cross to another process; move it to the CPU first")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"tensors of {tensor.dtype} cannot cross to another process; use one of {', '.join(_DTYPES)}")
+    return name
 
 
 def _decode_extension(code: int, data: memoryview) -> Tensor:
