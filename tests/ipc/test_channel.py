@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +45,9 @@ async def opened(kind: str, *, on_lost: Callable[[], None] = lambda: None) -> As
     try:
         yield engine, worker
     finally:
-        worker.close()
-        if not engine._is_closed or engine._lifeline.fileno() >= 0:
-            engine.dispose()
+        for end, stop in ((worker, worker.close), (engine, engine.dispose)):
+            if end._lifeline.fileno() >= 0:
+                stop()
 
 
 async def received(worker: WorkerEnd, timeout_s: float = 5.0) -> list[Any]:
@@ -296,44 +294,58 @@ def test_a_channel_out_of_step_is_an_error_of_whoever_receives() -> None:
     run(scenario())
 
 
-def test_nothing_is_left_of_a_channel() -> None:
+def test_long_messages_cross_both_ways() -> None:
     async def scenario() -> None:
-        def folders() -> set[Path]:
-            return set(Path(tempfile.gettempdir()).glob("mstar-*-*-*"))
+        async with opened("processes") as (engine, worker):
+            ids, large = list(range(200_000)), torch.arange(9000)
+            sending = asyncio.ensure_future(asyncio.to_thread(worker.send, emit([large, ids, large + 1])))
+            first, found, second = (await gathered(engine, 1))[0].value
+            await sending
+            assert found == ids and torch.equal(first, large) and torch.equal(second, large + 1)
+            engine.send(begin([ids, large]))
+            assert (await received(worker))[0].inputs["x"][0] == ids
 
-        files, before = len(os.listdir("/proc/self/fd")), folders()
+    run(scenario())
+
+
+def test_an_engine_sends_on_when_a_full_socket_has_been_read() -> None:
+    async def scenario() -> None:
+        async with opened("processes") as (engine, worker):
+            for number in range(3000):
+                engine.send(begin([number, "x" * 1000]))
+            found: list[Any] = []
+            while len(found) < 3000:
+                found += await received(worker)
+            assert [m.inputs["x"][0] for m in found] == list(range(3000))
+
+    run(scenario())
+
+
+def test_what_a_worker_sent_before_it_ended_is_received_first() -> None:
+    async def scenario() -> None:
+        async with opened("processes") as (engine, worker):
+            worker.send(Dead(reason="this is why"))
+            worker.close()
+            assert [m.reason for m in await gathered(engine, 1)] == ["this is why"]
+            with pytest.raises(EOFError):
+                await asyncio.wait_for(engine.receive(), 5)
+            engine.send(Abort(request_id="late"))
+
+    run(scenario())
+
+
+def test_nothing_is_left_of_a_channel() -> None:
+    async def use() -> None:
+        async with opened("processes") as (engine, worker):
+            worker.send(emit(torch.zeros(INLINE_BYTES)))
+            await gathered(engine, 1)
+
+    async def scenario() -> None:
+        await use()  # threads and files that are made at first use
+        files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         for _ in range(5):
-            async with opened("processes") as (engine, worker):
-                worker.send(emit(1))
-                await gathered(engine, 1)
-                assert folders() == before, "gone once both are connected"
-        await asyncio.sleep(0.2)  # zmq closes in a thread of its own
-        assert len(os.listdir("/proc/self/fd")) <= files + 3
+            await use()
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert threading.active_count() == threads
 
-    asyncio.run(_warmed(scenario))
-
-
-async def _warmed(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Threads and zmq's own files are made at first use."""
-    async with opened("processes") as (engine, worker):
-        worker.send(emit(1))
-        await gathered(engine, 1)
-    await scenario()
-
-
-def test_the_folder_of_a_killed_engine_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = process_channel._identity(os.getpid())
-    names = {
-        f"mstar-{mine}-a": True,
-        "mstar-999999999-123-b": False,
-        f"mstar-{os.getpid()}-1-c": False,
-        "mstar-x": True,
-    }
-    for name in names:
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (1, 1))
-    (tmp_path / "mstar-999999999-123-young").mkdir()
-    process_channel.sweep()
-    assert {name: (tmp_path / name).exists() for name in names} == names
-    assert (tmp_path / "mstar-999999999-123-young").exists()
+    run(scenario())

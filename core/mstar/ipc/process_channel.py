@@ -1,12 +1,11 @@
-"""The channel between the engine and a worker in a process of its own: messages over zmq, large tensors beside them.
+"""The channel between the engine and a worker in a process of its own: sockets, and an arena for what is large.
 
-Each direction has a socket for messages and an arena for the elements of large tensors, which are copied in piece by
-piece, each announced by a frame of its own before the message. A third road, the lifeline, is a socket pair. It says
-how far each side has read, which makes room in the other's arena; once a second that the worker lives; and by its end
-that the other process is gone. Nothing polls, nothing is pickled.
+A packet of the control socket is one message, or announces a piece of something large: the elements of a tensor, or a
+long message itself, go through the arena of their direction, piece by piece, before it. The lifeline, a second socket,
+says how far each side has read, which makes room in the other's arena, and once a second that the worker lives. Either
+ends when the other process does. Nothing polls, nothing is pickled.
 
-Sockets lie in a folder that the worker removes once both are connected; arenas and lifeline have no name. So nothing
-is left behind, whoever is killed; a folder of a start that was cut short goes at the next one.
+All of it is inherited as open files and has no name, so that nothing is left behind, whoever is killed.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ import asyncio
 import contextlib
 import math
 import os
-import shutil
+import select
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import torch
-import zmq
 from msgspec import Struct
 from torch import Tensor
 
@@ -37,25 +33,23 @@ from mstar.ipc.tensors import sparing_decoder, sparing_encoder
 
 HEARTBEAT_S = 1.0
 
-_HELLO, _MESSAGE, _PIECE = b"H", b"M", b"P"
-_PIECE_FRAME = struct.Struct("<cQQQ")  # kind, position, bytes, bytes of the whole tensor if it is its first, else 0
+_MESSAGE, _LONG, _PIECE = b"M", b"L", b"P"
+_PIECE_PACKET = struct.Struct("<cQQQ")  # kind, position, bytes, bytes of the whole if it is its first piece, else 0
 _POSITION = struct.Struct("<Q")
-_PREFIX = "mstar-"
-_LINGER_MS = 1000
-_STALE_S = 600.0  # no start takes so long to connect
+_PACKET_BYTES = 1 << 16
 
 
 class Road(Struct, frozen=True, kw_only=True):
-    """What a worker process needs to take up its end: open files that it has inherited, and where the sockets lie."""
+    """The open files that a worker's process inherits to take up its end."""
 
-    folder: str
+    control: int
+    lifeline: int
     to_worker: int
     from_worker: int
-    lifeline: int
 
     @property
-    def files(self) -> tuple[int, int, int]:
-        return self.to_worker, self.from_worker, self.lifeline
+    def files(self) -> tuple[int, ...]:
+        return self.control, self.lifeline, self.to_worker, self.from_worker
 
 
 # ---- one direction ----------------------------------------------------------------------------------------------
@@ -64,72 +58,81 @@ class Road(Struct, frozen=True, kw_only=True):
 class _Outlet:
     """Messages on their way out, in order; those that there is no room for wait."""
 
-    def __init__(self, file: int, sender: zmq.Socket[bytes]) -> None:
+    def __init__(self, file: int, control: socket.socket) -> None:
         self.arena = ArenaWriter(file)
-        self._socket = sender
+        self._control = control
         self._spared: list[Tensor] = []
         self._encode = sparing_encoder(self._spared.append)
-        self._waiting: deque[bytes | tuple[Tensor, int]] = deque()  # a frame, or a piece and the bytes of its tensor
+        self._waiting: deque[bytes | tuple[Tensor, int]] = deque()  # a packet, or a piece and the bytes of its whole
 
     def put(self, message: ToWorker | FromWorker) -> None:
         """Add a message. Raises TypeError for values that may not cross."""
         self._spared.clear()
-        frame = _MESSAGE + self._encode(message)
-        for tensor in self._spared:
-            first, *rest = tensor.split(self.arena.most)
-            self._waiting.append((first, tensor.numel()))
+        body = self._encode(message)
+        is_long = len(body) >= _PACKET_BYTES
+        for large in (*self._spared, *([torch.frombuffer(bytearray(body), dtype=torch.uint8)] if is_long else ())):
+            first, *rest = large.split(self.arena.most)
+            self._waiting.append((first, large.numel()))
             self._waiting.extend((piece, 0) for piece in rest)
-        self._waiting.append(frame)
+        self._waiting.append(_LONG if is_long else _MESSAGE + body)
         self._spared.clear()
 
     def flush(self) -> bool:
-        """Send what there is room for; whether that was everything."""
+        """Send what the arena has room for; whether that was everything. Raises what the socket raises."""
         while self._waiting:
             part = self._waiting[0]
             if isinstance(part, tuple):
                 piece, whole = part
                 if (position := self.arena.write(piece)) is None:
                     return False
-                part = _PIECE_FRAME.pack(_PIECE, position, piece.numel(), whole)
-            self._socket.send(part, zmq.NOBLOCK)  # no limit is set, so it is always taken
+                part = self._waiting[0] = _PIECE_PACKET.pack(_PIECE, position, piece.numel(), whole)
+            self._control.send(part)
             self._waiting.popleft()
         return True
 
 
 class _Inlet:
-    """Frames on their way in. `release` is told how far the arena has been read, each quarter of it."""
+    """Packets on their way in. `release` is told how far the arena has been read, each quarter of it."""
 
-    def __init__(self, file: int, receiver: zmq.Socket[bytes], *, release: Callable[[int], None]) -> None:
+    def __init__(self, file: int, control: socket.socket, *, release: Callable[[int], None]) -> None:
         self.arena = ArenaReader(file)
-        self._socket = receiver
+        self._control = control
+        self._packet = memoryview(bytearray(_PACKET_BYTES))
         self._release = release
         self._released = 0
         self._spared: deque[Tensor] = deque()
         self._missing = 0  # bytes of the last of them
         self._decode = sparing_decoder(self._spared.popleft)
 
-    def receive(self) -> list[ToWorker | FromWorker | None]:
-        """All messages there are, None for a hello. Raises ArenaError or what decoding raises."""
-        messages: list[ToWorker | FromWorker | None] = []
+    def receive(self) -> list[ToWorker | FromWorker]:
+        """All messages there are. Raises EOFError at the end, and ArenaError or what decoding raises."""
+        messages: list[ToWorker | FromWorker] = []
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+                num_bytes = self._control.recv_into(self._packet, flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return messages
-            if frame[:1] == _MESSAGE:
-                messages.append(self._decode(memoryview(frame)[1:]))
-            elif frame[:1] == _HELLO:
-                messages.append(None)
+            except ConnectionError:
+                num_bytes = 0
+            if not num_bytes:
+                if messages:
+                    return messages
+                raise EOFError("the other process has ended")
+            kind, body = bytes(self._packet[:1]), self._packet[1:num_bytes]
+            if kind == _MESSAGE:
+                messages.append(self._decode(body))
+            elif kind == _LONG:
+                messages.append(self._decode(self._spared.pop().numpy().data))
             else:
-                self._read(*_PIECE_FRAME.unpack(frame)[1:])
+                self._read(*_PIECE_PACKET.unpack(self._packet[:num_bytes])[1:])
 
     def _read(self, position: int, num_bytes: int, whole: int) -> None:
         if whole:
             self._spared.append(torch.empty(whole, dtype=torch.uint8))
             self._missing = whole
-        tensor = self._spared[-1]
-        start = tensor.numel() - self._missing
-        self.arena.read(position, into=tensor[start : start + num_bytes])
+        large = self._spared[-1]
+        start = large.numel() - self._missing
+        self.arena.read(position, into=large[start : start + num_bytes])
         self._missing -= num_bytes
         if self.arena.position - self._released >= self.arena.num_bytes // 4:
             self._released = self.arena.position
@@ -143,60 +146,60 @@ class ProcessWorkerEnd:
     """A worker's end in its own process. `send` waits for room where the engine has not read yet what was sent before.
 
     Args:
-        road: from the engine's end.
+        road: from the engine's end; its files are this end's from now on.
         on_lost: called, on a thread of the channel, when the engine's process is gone.
     """
 
     def __init__(self, road: Road, *, on_lost: Callable[[], None]) -> None:
-        self._folder = Path(road.folder)
+        self._control = socket.socket(fileno=road.control)
         self._lifeline = socket.socket(fileno=road.lifeline)
         self._lifeline.settimeout(HEARTBEAT_S)
         self._on_lost = on_lost
-        self._is_lost = False
-        self._pull = _socket(zmq.PULL)
-        self._pull.bind(f"ipc://{self._folder}/down")
-        self._push = _socket(zmq.PUSH)
-        self._push.connect(f"ipc://{self._folder}/up")
-        self._inlet = _Inlet(road.to_worker, self._pull, release=self._say_position)
-        self._outlet = _Outlet(road.from_worker, self._push)
-        for file in (road.to_worker, road.from_worker):
-            os.close(file)
+        self._is_over = False  # closed, or the engine is gone
+        self._inlet = _Inlet(road.to_worker, self._control, release=self._say_position)
+        self._outlet = _Outlet(road.from_worker, self._control)
+        os.close(road.to_worker)
+        os.close(road.from_worker)
+        self._arrivals = select.poll()
+        self._arrivals.register(self._control, select.POLLIN)
         self._room = threading.Condition()  # guards the outlet: any thread may send
-        self._push.send(_HELLO)
         self._watching = threading.Thread(target=self._watch, name="mstar-lifeline", daemon=True)
         self._watching.start()
 
     def send(self, message: FromWorker) -> None:
         """Raises TypeError for values that may not cross; nothing of the message is sent then."""
         with self._room:
-            if not self._is_lost:
+            if not self._is_over:
                 self._outlet.put(message)
-            while not self._is_lost and not self._outlet.flush():
-                self._room.wait()
+            try:
+                while not self._is_over and not self._outlet.flush():
+                    self._room.wait()
+            except ConnectionError:  # the lifeline tells whoever wants to know
+                self._is_over = True
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
+        """Once the engine is gone, nothing comes any more, and nobody waits."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            if not self._pull.poll(-1 if left_s == math.inf else math.ceil(1000 * left_s)):
+            if not self._arrivals.poll(None if left_s == math.inf else math.ceil(1000 * left_s)):
                 return []
-            found = self._inlet.receive()
-            if None in found:  # both directions are connected
-                shutil.rmtree(self._folder, ignore_errors=True)
-            messages = [cast(ToWorker, message) for message in found if message is not None]
+            try:
+                messages = cast(list[ToWorker], self._inlet.receive())
+            except EOFError:
+                return []
             if messages or time.monotonic() >= deadline:
                 return messages
 
     def close(self) -> None:
         """Say no more; what was sent is still delivered. Not for use while another thread sends or receives."""
         with self._room:
-            self._is_lost = True
-            self._push.close(_LINGER_MS)
-            self._pull.close(0)
+            self._is_over = True
         with contextlib.suppress(OSError):
             self._lifeline.shutdown(socket.SHUT_RDWR)
         self._watching.join()
         self._lifeline.close()
+        self._control.close()
         self._inlet.arena.close()
         self._outlet.arena.close()
 
@@ -215,10 +218,10 @@ class ProcessWorkerEnd:
             with self._room:
                 if record:
                     self._outlet.arena.released = max(self._outlet.arena.released, *_POSITION.unpack(record))
-                was_closed, self._is_lost = self._is_lost, self._is_lost or not record
+                was_over, self._is_over = self._is_over, self._is_over or not record
                 self._room.notify_all()
             if not record:
-                if not was_closed:
+                if not was_over:
                     self._on_lost()
                 return
 
@@ -227,7 +230,7 @@ class ProcessWorkerEnd:
 
 
 class ProcessEngineEnd:
-    """The engine's end, made on its event loop. What the arena has no room for waits here, so `send` never blocks.
+    """The engine's end, made on its event loop. What there is no room for waits here, so `send` never blocks.
 
     Attributes:
         road: for the worker's process, which inherits `road.files`; `hand_over` once it has them.
@@ -235,27 +238,25 @@ class ProcessEngineEnd:
     """
 
     def __init__(self, *, arena_bytes: int = ARENA_BYTES) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_identity(os.getpid())}-"))
-        self._pull = _socket(zmq.PULL)
-        self._pull.bind(f"ipc://{self._folder}/up")
-        self._push = _socket(zmq.PUSH)
-        self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lifeline.setblocking(False)
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lifeline, lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._is_closed = self._is_full = False
+        for ours in (self._control, self._lifeline):
+            ours.setblocking(False)
         down, up = create_arena(arena_bytes), create_arena(arena_bytes)
-        self.road = Road(folder=str(self._folder), to_worker=down, from_worker=up, lifeline=theirs.detach())
-        self._outlet = _Outlet(down, self._push)
-        self._inlet = _Inlet(up, self._pull, release=self._say_position)
+        self.road = Road(control=control.detach(), lifeline=lifeline.detach(), to_worker=down, from_worker=up)
+        self._outlet = _Outlet(down, self._control)
+        self._inlet = _Inlet(up, self._control, release=self._say_position)
         self._inbox: list[FromWorker] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
-        self._is_connected = self._is_closed = False
         self.heard_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(_file(self._pull), self._on_frames)
+        self._loop.add_reader(self._control, self._on_packets)
         self._loop.add_reader(self._lifeline, self._on_lifeline)
 
     def hand_over(self) -> None:
-        """The worker's process has inherited the road: close this process's copies, so that the lifeline can end."""
+        """The worker's process has inherited the road: close this process's copies, so that its end can be seen."""
         for file in self.road.files:
             os.close(file)
 
@@ -266,7 +267,11 @@ class ProcessEngineEnd:
             self._flush()
 
     async def receive(self) -> list[FromWorker]:
-        """All messages there are, waiting for the first. Raises ArenaError, or what decoding raised."""
+        """All messages there are, waiting for the first.
+
+        Raises EOFError once the worker's process has ended and all that it sent has been received; ArenaError, or
+        what decoding raised, if the channel is broken.
+        """
         while not self._inbox:
             if self._failure is not None:
                 raise self._failure
@@ -276,39 +281,40 @@ class ProcessEngineEnd:
         return messages
 
     def close(self) -> None:
-        """Stop listening; what was sent is still delivered, if the worker reads it. `dispose` once it has ended."""
+        """Stop listening; what there was room for is still delivered. `dispose` once the process has ended."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.remove_reader(_file(self._pull))
-            self._loop.remove_reader(self._lifeline)
-            self._push.close(_LINGER_MS)
-            self._pull.close(0)
+            self._loop.remove_writer(self._control)
+            for ours in (self._control, self._lifeline):
+                self._loop.remove_reader(ours)
 
     def dispose(self) -> None:
-        """Cut the lifeline and free what is left; once."""
+        """Free everything; a worker that still lives sees that its engine is gone. Once."""
         self.close()
+        self._control.close()
         self._lifeline.close()
         self._inlet.arena.close()
         self._outlet.arena.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _flush(self) -> None:
-        if self._is_connected:
-            self._outlet.flush()
-
-    def _on_frames(self) -> None:
+        was_full, self._is_full = self._is_full, False
         try:
-            found = self._inlet.receive()
+            self._outlet.flush()  # what the arena has no room for goes when the worker has read
+        except BlockingIOError:
+            self._is_full = True
+        except ConnectionError:  # whoever receives learns of it
+            pass
+        if self._is_full and not was_full:
+            self._loop.add_writer(self._control, self._flush)
+        elif was_full and not self._is_full:
+            self._loop.remove_writer(self._control)
+
+    def _on_packets(self) -> None:
+        try:
+            self._inbox += cast(list[FromWorker], self._inlet.receive())
         except Exception as error:  # noqa: BLE001  # whoever receives next raises it
             self._failure = error
-            self._loop.remove_reader(_file(self._pull))
-            found = []
-        if None in found:
-            self._push.connect(f"ipc://{self._folder}/down")
-            self._push.send(_HELLO)
-            self._is_connected = True
-            self._flush()
-        self._inbox += [cast(FromWorker, message) for message in found if message is not None]
+            self._loop.remove_reader(self._control)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -320,7 +326,7 @@ class ProcessEngineEnd:
             return
         except OSError:
             record = b""
-        if not record:  # its process is gone; whoever started it sees how it ended
+        if not record:
             self._loop.remove_reader(self._lifeline)
             return
         self.heard_at = time.monotonic()
@@ -334,36 +340,3 @@ class ProcessEngineEnd:
 def _say(lifeline: socket.socket, position: int) -> None:
     with contextlib.suppress(OSError):  # gone, or full of older ones: heartbeats repeat it
         lifeline.send(_POSITION.pack(position), socket.MSG_DONTWAIT)
-
-
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    made.setsockopt(zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0)
-    made.setsockopt(zmq.LINGER, 0)
-    return made
-
-
-def _file(of: zmq.Socket[bytes]) -> int:
-    return int(of.getsockopt(zmq.FD))
-
-
-# ---- what a killed process leaves ------------------------------------------------------------------------------
-
-
-def sweep() -> None:
-    """Remove the folders of engines that were killed before their workers had started."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
-        process, started = folder.name.split("-")[1:3]
-        with contextlib.suppress(OSError):  # somebody else has removed it
-            is_old = time.time() - folder.stat().st_mtime > _STALE_S  # a process may live where its number says nothing
-            if is_old and process.isdecimal() and _identity(int(process)) != f"{process}-{started}":
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(process: int) -> str:
-    """A process's number and when it started, which together are never used again; without the time if it is gone."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return f"{process}-"
-    return f"{process}-{fields[19]}"

@@ -1,0 +1,148 @@
+"""What does a tensor's way to another process cost, against pickled pyzmq and torch.multiprocessing's queues?
+
+    python benchmarks/transport.py [--rounds 5] [--seconds 0.4]
+
+A float32 tensor of 4 KB, 1 MB and 64 MB goes to a spawned process, which reads one word of each page and answers with a
+small message. Printed are the medians of round trips in microseconds, from rounds that take turns, and how many times
+the bandwidth of pickling that is. Ours is the channel as engine and worker hold it: the engine's end on an event loop,
+messages validated, the tensor copied in and out again, so that both sides own what they have. A queue is measured with
+one and the same tensor (`reused`), whose memory is shared once, and with a new one each time, as results are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+from harness import machine, report
+from torch import multiprocessing
+
+from mstar.ipc.messages import Begin, Emit, Shutdown
+from mstar.ipc.process_channel import ProcessEngineEnd, ProcessWorkerEnd, Road
+
+SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
+PAGE = 1024  # float32 elements
+
+RoundTrip = Callable[[torch.Tensor], Awaitable[None]]
+
+
+def touch(tensor: torch.Tensor) -> float:
+    return float(tensor[::PAGE].sum())
+
+
+# ---- the other process ------------------------------------------------------------------------------------------
+
+
+def answer_channel(road: str) -> None:
+    end = ProcessWorkerEnd(msgspec.json.decode(road, type=Road), on_lost=lambda: None)
+    while True:
+        for message in end.receive():
+            if isinstance(message, Shutdown):
+                return
+            assert isinstance(message, Begin)
+            end.send(Emit(request_id="r", name="x", path=(), value=touch(message.inputs["x"])))
+
+
+def answer_pickled(address: str) -> None:
+    pair = zmq.Context.instance().socket(zmq.PAIR)
+    pair.connect(address)
+    while (tensor := pickle.loads(pair.recv())) is not None:
+        pair.send(pickle.dumps(touch(tensor)))
+
+
+def answer_queue(there: multiprocessing.Queue, back: multiprocessing.Queue) -> None:
+    while (tensor := there.get()) is not None:
+        back.put(touch(tensor))
+
+
+# ---- this process -----------------------------------------------------------------------------------------------
+
+
+async def measure(roundtrip: RoundTrip, size: int, *, seconds: float, is_new: bool) -> list[float]:
+    tensor = torch.ones(size // 4)
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(times) < 4:
+        tensor = torch.ones(size // 4) if is_new else tensor
+        started = time.perf_counter()
+        await roundtrip(tensor)
+        times.append(1e6 * (time.perf_counter() - started))
+    return times[1:]
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    channel = ProcessEngineEnd()
+    road = msgspec.json.encode(channel.road).decode()
+    children = [subprocess.Popen([sys.executable, __file__, "--channel", road], pass_fds=channel.road.files)]
+    channel.hand_over()
+    with tempfile.TemporaryDirectory() as folder:
+        pair = zmq.Context.instance().socket(zmq.PAIR)
+        pair.bind(f"ipc://{folder}/pickled")
+        children.append(subprocess.Popen([sys.executable, __file__, "--pickled", f"ipc://{folder}/pickled"]))
+        spawn = multiprocessing.get_context("spawn")
+        there, back = spawn.Queue(), spawn.Queue()
+        queued = spawn.Process(target=answer_queue, args=(there, back))
+        queued.start()
+
+        async def ours(tensor: torch.Tensor) -> None:
+            channel.send(Begin(request_id="r", walks={}, inputs={"x": tensor}))
+            await channel.receive()
+
+        async def pickled(tensor: torch.Tensor) -> None:
+            pair.send(pickle.dumps(tensor))
+            pickle.loads(pair.recv())
+
+        async def queue(tensor: torch.Tensor) -> None:
+            there.put(tensor)
+            back.get()
+
+        ways = {"ours": (ours, True), "pickled pyzmq": (pickled, True), "queue": (queue, True)}
+        ways |= {"queue, reused": (queue, False)}
+        found: dict[tuple[str, str], list[float]] = {(way, size): [] for way in ways for size in SIZES}
+        for number in range(-1, arguments.rounds):  # the first round warms up
+            for size, num_bytes in SIZES.items():
+                for way, (roundtrip, is_new) in ways.items():
+                    seconds = arguments.seconds if number >= 0 else 0.0
+                    times = await measure(roundtrip, num_bytes, seconds=seconds, is_new=is_new)
+                    found[way, size] += times if number >= 0 else []
+        for size in SIZES:
+            medians = {way: statistics.median(found[way, size]) for way in ways}
+            times_pickled = round(medians["pickled pyzmq"] / medians["ours"], 1)
+            report(size=size, median_us={way: round(us) for way, us in medians.items()}, times_pickled=times_pickled)
+        report(**machine(), threads_alive=threading.active_count())
+        channel.send(Shutdown())
+        pair.send(pickle.dumps(None))
+        there.put(None)
+        for child in children:
+            child.wait(10)
+        queued.join(10)
+        channel.dispose()
+        pair.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=Path(__file__).name)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of one way and size in one round")
+    parser.add_argument("--channel", help=argparse.SUPPRESS)
+    parser.add_argument("--pickled", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.channel:
+        answer_channel(given.channel)
+    elif given.pickled:
+        answer_pickled(given.pickled)
+    else:
+        asyncio.run(main(given))
