@@ -18,7 +18,7 @@ ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --quantization --device --max-model-len --max-num-seqs
 --max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant
 --enforce-eager
---attention-backend --compile --overlap --threads --cuda-graphs --seed
+--attention-backend --compile --overlap --threads --workers --start-timeout --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 --allowed-media-domains --allowed-local-media-path
 --max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --media-timeout

@@ -206,6 +206,11 @@ class EngineConfig:
         _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
         default_text="torch's, but of more than two cores one is left to the server",
     )  # fmt: skip
+    workers: int = _setting(
+        _integer, 0, "worker processes, each with the whole model; 0: one worker, in the server's process", minimum=0,
+        maximum=64,
+    )  # fmt: skip
+    start_timeout_s: float = _setting(_number, 1800.0, "seconds for the model to be ready, all workers", minimum=1)
     cuda_graphs: bool = _setting(_boolean, True, "on CUDA, replay captured graphs; off: launch every kernel")
     seed: int | None = _setting(
         _integer, None, "draws seeds for requests without", minimum=0, maximum=2**63 - 1, default_text="drawn at start"

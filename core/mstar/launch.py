@@ -1,7 +1,8 @@
 """Starts what a model needs and stops it again: `serve` behind HTTP, `run` for one request offline; `build` compiles.
 
-One process: the worker is a thread, the channel is in memory. The port is taken first, so that a busy one is known
-before anything is loaded, and listened on last, so that it answers only when the model can.
+One process, where the worker is a thread and the channel is in memory, or with --workers a process for each
+(`processes`). The port is taken first, so that a busy one is known before anything is loaded, and listened on last, so
+that it answers only when the model can.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,15 +33,13 @@ import mstar
 from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, choose_threads, environment, flags, num_cores
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
-from mstar.ipc.messages import Dead
+from mstar.ipc.messages import Dead, WorkerStatus
 from mstar.layers import kernels, shims
+from mstar.model import Model, find_model
 from mstar.observe import progress
-from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
-from mstar.plugin.loader import LoadedPlugin
-from mstar.plugin.processor import Processor
-from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed
-from mstar.plugin.validate import validate
+from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
+from mstar.processes import STOP_S, Processes
 from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
@@ -56,7 +54,6 @@ from mstar.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 10.0
-_STOP_S = 10.0
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -112,68 +109,59 @@ def build(config: EngineConfig, *, progress: Progress) -> Compilation:
 # ---- one model --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Model:
-    """What is to be served: a plugin, and the checkpoint it found."""
-
-    plugin: LoadedPlugin
-    checkpoint: Checkpoint
-
-    @functools.cached_property
-    def graph(self) -> Graph:
-        """The model's graph. Raises PluginError if it is not sound."""
-        graph = self.plugin.spec.graph(self.checkpoint.config)
-        validate(graph, self.plugin.spec)
-        return graph
-
-    @property
-    def voices(self) -> list[str] | None:
-        """Names of the voices, the default first; None for models without."""
-        spec = self.plugin.spec
-        return None if spec.voices is None else load_object(spec.voices, plugin=spec.name)(self.checkpoint.config)
-
-
-def find_model(config: EngineConfig) -> Model:
-    """Import the plugin and find the checkpoint's files. Raises ConfigError or PluginError."""
-    plugin = loader.load(config.plugin)
-    found = checkpoint.resolve(plugin.spec, config.model, parts=config.parts)
-    return Model(replace(plugin, spec=narrowed(plugin.spec, found.config)), found)
-
-
 @contextlib.asynccontextmanager
 async def started_engine(
     config: EngineConfig, *, model: Model | None = None, base: Path | None = None
 ) -> AsyncIterator[Engine]:
-    """An engine with its worker, loaded and ready; both are stopped at the end. Raises ConfigError or PluginError.
+    """An engine with its worker or workers, loaded and ready; all are stopped at the end.
+
+    Raises ConfigError or PluginError.
 
     Args:
         model: what `find_model(config)` gave, if it is known already.
         base: folder that file names in requests start from; None: requests may not name files.
     """
-    _set_threads(config)
+    threads = _set_threads(config)
     model = model or find_model(config)
-    spec, found = model.plugin.spec, model.checkpoint
-    graph = model.graph
-    engine_end, worker_end = memory_channel()
-
-    def make_processor(limits: Limits) -> Processor:
-        made: Processor = load_object(spec.processor, plugin=spec.name)(found, limits)
-        return made
-
-    engine = Engine(spec=spec, graph=graph, make_processor=make_processor, config=config, end=engine_end, base=base)
-    arguments = (spec, graph, found, config, worker_end)
-    # A daemon: a step that never ends must not keep a forced shutdown waiting.
-    worker = threading.Thread(target=_work, args=arguments, name="mstar-worker", daemon=True)
-    worker.start()
+    workers = _Thread(model, config) if not config.workers else Processes(config, threads=threads)
+    engine = Engine(
+        spec=model.plugin.spec, graph=model.graph, make_processor=model.make_processor, config=config,
+        end=workers.end, base=base, workers=workers.status,
+    )  # fmt: skip
+    workers.start()
     reporting = asyncio.create_task(_report(engine))
     try:
-        await engine.start()
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await engine.start()
+        except TimeoutError as error:
+            problem = f"not ready after {config.start_timeout_s:g} s: {engine.state.loading}"
+            raise ConfigError(f"{problem}; raise --start-timeout") from error
         yield engine
     finally:
         reporting.cancel()
         await engine.close()
-        if not engine.is_abandoned:
-            await asyncio.to_thread(worker.join, _STOP_S)
+        await workers.stop(at_once=engine.is_abandoned or engine.state.plan is None)
+
+
+class _Thread:
+    """The worker as a thread of this process; the same surface as `Processes`."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.end, worker_end = memory_channel()
+        arguments = (model.plugin.spec, model.graph, model.checkpoint, config, worker_end)
+        # A daemon: a step that never ends must not keep a forced shutdown waiting.
+        self._thread = threading.Thread(target=_work, args=arguments, name="mstar-worker", daemon=True)
+        self.start = self._thread.start
+
+    def status(self) -> list[WorkerStatus]:
+        """Nothing: what is to be said of this worker is the engine's own state."""
+        return []
+
+    async def stop(self, *, at_once: bool) -> None:
+        """Wait for it, if it has been told to end."""
+        if not at_once:
+            await asyncio.to_thread(self._thread.join, STOP_S)
 
 
 def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig, end: WorkerEnd) -> None:
@@ -188,11 +176,17 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig) -> None:
-    """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch."""
+def _set_threads(config: EngineConfig) -> int:
+    """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch.
+
+    Returns their number for one worker: workers in processes share them, unless an operator has given a number.
+    """
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
+    if config.workers > 1 and config.threads is None and environment().omp_num_threads is None:
+        num_threads, reason = max(1, num_threads // config.workers), f"{reason}, shared by {config.workers} workers"
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
+    return num_threads
 
 
 async def _report(engine: Engine) -> None:

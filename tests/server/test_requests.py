@@ -6,7 +6,21 @@ import pytest
 import torch
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Abort, Beat, Begin, Close, Dead, DropSession, Failed, Open, Ready, ToWorker, WalkDone
+from mstar.ipc.messages import (
+    Abort,
+    Beat,
+    Begin,
+    Capacity,
+    Close,
+    Dead,
+    DropSession,
+    Failed,
+    Open,
+    Ready,
+    SessionLost,
+    ToWorker,
+    WalkDone,
+)
 from mstar.plugin.graph import Call, Graph, Walk
 from mstar.plugin.session import SessionTable
 from mstar.plugin.states import RequestView, Start, States, Then
@@ -252,3 +266,35 @@ def test_a_request_that_needs_more_than_a_pool_is_refused_with_both_numbers() ->
     (end,) = state.encoded(Request(id="r", model="m", task="read", parts=()), encoded, now=0)
     assert isinstance(end, End) and end.error is not None and end.error.status == 400
     assert "112" in end.error.message and "100" in end.error.message
+
+
+def test_fewer_workers_run_fewer_requests_and_none_is_a_reason() -> None:
+    state = make_state(max_running=4)
+    for name in "ab":
+        start(state, name)
+    state.receive(Capacity(most_running=2), now=1)
+    assert start(state, "c") == [] and state.unready is None
+    state.receive(Capacity(most_running=0, missing="worker 0 has ended"), now=1)
+    assert state.unhealthy == "worker 0 has ended" == state.unready
+    with pytest.raises(RequestError) as caught:
+        state.submit("d", session=None, now=1)
+    assert caught.value.status == 503 and state.num_waiting == 1
+    opened = [m for m in sends(state.receive(Capacity(most_running=4), now=2)) if isinstance(m, Open)]
+    assert [m.request_id for m in opened] == ["c"]
+
+
+def test_a_lost_session_is_open_no_more_and_who_was_about_to_go_on_is_told() -> None:
+    state = make_state()
+    for name in ("idle", "resumed"):
+        start(state, name, session=name)
+        state.receive(done(name, "read", outputs={"z": 5}), now=1)
+    state.submit("more", session="resumed", now=2)
+    assert state.kept("more") == {"z": 5}
+    assert state.receive(SessionLost(session="idle"), now=3) == []
+    (end,) = state.receive(SessionLost(session="resumed"), now=3)
+    assert (
+        isinstance(end, End) and end.error is not None and (end.error.status, end.error.code) == (410, "session_lost")
+    )
+    for name in ("idle", "resumed"):
+        state.submit(f"{name} anew", session=name, now=4)
+        assert not state.is_resumed(f"{name} anew") and state.kept(f"{name} anew") == {}

@@ -166,4 +166,34 @@ class Dead(Struct, tag=True, frozen=True, kw_only=True):
     reason: str
 
 
-FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead
+# ---- from whoever stands between an engine and several workers -----------------------------------------------------
+
+
+class Capacity(Struct, tag=True, frozen=True, kw_only=True):
+    """How many requests may run at once from now on; if none, why."""
+
+    most_running: int
+    missing: str | None = None
+
+
+class SessionLost(Struct, tag=True, frozen=True, kw_only=True):
+    """The worker that kept a session has ended."""
+
+    session: str
+
+
+FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    """One of several workers, for an operator.
+
+    `state` is "loading", "ready", "restarting" or "dead"; `detail` says what it is at, or how its last process ended.
+    """
+
+    worker: int
+    state: str
+    pid: int | None
+    running: int
+    restarts: int
+    detail: str | None = None

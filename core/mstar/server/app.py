@@ -255,10 +255,12 @@ class Surface:
         return _json_response(openai.list_voices(self._voices or ()))
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the model can work, even if new requests are refused."""
-        state = self._engine.state
+        """GET /health: 200 while the model can work, even if new requests are refused, or some workers are missing."""
+        state, workers = self._engine.state, self._engine.workers()
         _require(state.unhealthy)
-        return _json_response({"status": "draining" if state.draining else "ok"})
+        status = "ok" if all(worker.state == "ready" for worker in workers) else "degraded"
+        answer: dict[str, Any] = {"status": "draining" if state.draining else status}
+        return _json_response(answer | ({"workers": msgspec.to_builtins(workers)} if workers else {}))
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while a new request would be taken in."""

@@ -134,17 +134,19 @@ class Engine:
     def __init__(
         self, *, spec: ModelSpec, graph: Graph, make_processor: Callable[[SpecLimits], Processor],
         config: EngineConfig, end: EngineEnd, base: Path | None = None,
+        workers: Callable[[], list[messages.WorkerStatus]] = list,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.graph = graph
         self.model_names = served_names(config, spec)
         limits = Limits(
-            max_running=config.max_num_seqs, max_queue=config.max_queue, page_tokens=config.block_size,
-            timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,
+            max_running=config.max_num_seqs * max(1, config.workers), max_queue=config.max_queue,
+            page_tokens=config.block_size, timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,
         )  # fmt: skip
         sessions = SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
         self.state = EngineState(graph=graph, limits=limits, sessions=sessions)
-        self.metrics = Metrics(self.state, spec=spec, model=self.model_names[0])
+        self.workers = workers  # those in processes of their own
+        self.metrics = Metrics(self.state, spec=spec, model=self.model_names[0], workers=workers)
         self._make_processor = make_processor
         self._processor: Processor | None = None  # made when the worker has said what fits
         self._end = end

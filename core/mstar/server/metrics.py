@@ -7,7 +7,7 @@ what a client or a model names freely is bounded, so that no series grow without
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import prometheus_client
@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 import mstar
 from mstar.errors import RequestError
-from mstar.ipc.messages import Stats
+from mstar.ipc.messages import Stats, WorkerStatus
 from mstar.plugin.spec import ModelSpec
 from mstar.server.requests import EngineState
 from mstar.server.results import Result
@@ -80,7 +80,9 @@ class Metrics:
         body, content_type = engine.metrics.render()
     """
 
-    def __init__(self, state: EngineState, *, spec: ModelSpec, model: str) -> None:
+    def __init__(
+        self, state: EngineState, *, spec: ModelSpec, model: str, workers: Callable[[], list[WorkerStatus]] = list
+    ) -> None:
         prometheus_client.disable_created_metrics()  # a second series for each, which nobody reads
         self._registry = registry = CollectorRegistry()
         self._seen: dict[str, set[str]] = {}
@@ -109,7 +111,7 @@ class Metrics:
         self._lag = histogram("event_loop_lag_seconds", text, buckets=_SHORT_S)
         versions = {"version": mstar.__version__, "python": platform.python_version(), "torch": torch.__version__}
         Info("mstar_build", "What is running", registry=registry).info(versions | {"plugin": spec.name, "model": model})
-        registry.register(_StateCollector(state))
+        registry.register(_StateCollector(state, workers))
         ProcessCollector(registry=registry)
 
     def render(self) -> tuple[bytes, str]:
@@ -184,8 +186,9 @@ def _positive(numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 class _StateCollector:
     """Reads the engine's state and the worker's last statistics when somebody asks."""
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state: EngineState, workers: Callable[[], list[WorkerStatus]]) -> None:
         self._state = state
+        self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
         state, stats = self._state, self._state.stats or _NOTHING
@@ -196,6 +199,11 @@ class _StateCollector:
         yield _gauge("requests_running", "Requests open on the worker", state.num_running)
         yield _gauge("requests_waiting", "Requests being encoded or queued", state.num_waiting)
         yield _gauge("requests_running_limit", "What --max-num-seqs allows", state.limits.max_running)
+        if workers := {str(one.worker): one for one in self._workers()}:
+            states = {name: one.state == "ready" for name, one in workers.items()}
+            restarts = {name: one.restarts for name, one in workers.items()}
+            yield _gauge("worker_ready", "1 while the worker's process can work", states, label="worker")
+            yield _counter("worker_restarts", "Times that a worker was started again", restarts, label="worker")
         yield _gauge("requests_waiting_limit", "What --max-queue allows", state.limits.max_queue)
         yield _gauge("long_step_seconds", "Age of the worker's step if it lasts longer than a second, else 0", step_s)
         yield _counter("stalls", "Steps that took longer than --stall-timeout", state.num_stalls)

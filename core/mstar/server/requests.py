@@ -161,6 +161,8 @@ class EngineState:
         self._kept: dict[str, dict[str, Any]] = {}  # session -> walk outputs its next request starts with
         self._decided: list[Action] = []  # since the last event
         self._mean_s = 1.0  # how long requests take, for Retry-After
+        self.most_running = limits.max_running  # less while workers are missing
+        self.missing: str | None = None  # why none is there
         self.plan: list[tuple[str, int, int, int]] | None = None  # from Ready
         self.max_model_len = 0  # likewise
         self.compiled = messages.Compiled()  # likewise
@@ -182,9 +184,11 @@ class EngineState:
 
     @property
     def unhealthy(self) -> str | None:
-        """Why the model cannot answer now: dead, loading or stuck. None: all is well."""
+        """Why the model cannot answer now: dead, loading, without a worker or stuck. None: all is well."""
         if self.dead is not None:
             return f"the model's worker has stopped: {self.dead}"
+        if self.plan is not None and not self.most_running:
+            return self.missing
         return self.stuck if self.plan is not None else self.loading
 
     @property
@@ -258,6 +262,10 @@ class EngineState:
         elif isinstance(message, messages.Ready):
             self.plan, self.max_model_len, self.compiled = message.plan, message.max_model_len, message.compiled
             self.long_step = None
+        elif isinstance(message, messages.Capacity):
+            self.most_running, self.missing = message.most_running, message.missing
+        elif isinstance(message, messages.SessionLost):
+            self._lose_session(message.session, now=now)
         elif isinstance(message, messages.Dead):
             self.dead = self.dead or message.reason  # the first says what went wrong
             error = RequestError(f"the model's worker has stopped: {message.reason}", status=503, code="worker_dead")
@@ -317,7 +325,7 @@ class EngineState:
     def _actions(self, *, now: float) -> list[Action]:
         """What the event led to, after opening waiting requests that there is room for now."""
         if self.plan is not None and self.dead is None:
-            room = self.limits.max_running - self.num_running
+            room = self.most_running - self.num_running
             for entry in [e for e in self._entries.values() if e.phase == "queued"]:
                 if room > 0:
                     with self._failing_alone(entry, now=now):
@@ -447,6 +455,15 @@ class EngineState:
             self._kept.pop(name, None)
             return
         self._sessions.release(name, now=now)
+
+    def _lose_session(self, name: str, *, now: float) -> None:
+        """Forget a session that is not there any more, and end the request that was about to go on with it."""
+        self._sessions.discard(name)
+        self._kept.pop(name, None)
+        message = f"the worker that kept session {name!r} has ended; open it anew with all inputs"
+        for entry in [e for e in self._entries.values() if e.session == name and e.resumed and e.opened is None]:
+            entry.resumed = False
+            self._end(entry, RequestError(message, status=410, param="session", code="session_lost"), now=now)
 
     def _drop_sessions(self, names: Iterable[str]) -> None:
         for name in names:

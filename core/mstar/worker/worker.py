@@ -11,7 +11,7 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Beat, Compiled, Dead, Ready, Shutdown, Stats
+from mstar.ipc.messages import Beat, Compiled, Dead, Emit, FromWorker, Ready, Shutdown, Stats, WalkDone
 from mstar.layers import kernels
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
@@ -219,8 +219,11 @@ class Worker:
     def report(self) -> None:
         """Send the router's messages, and statistics now and then."""
         messages = self.router.output.messages
-        for message in messages:
-            self.end.send(message)
+        for message in messages:  # which grow where one cannot cross
+            try:
+                self.end.send(message)
+            except TypeError as error:
+                self._cannot_send(message, error)
         messages.clear()
         now = time.monotonic()
         if now >= self._stats_due_s:
@@ -229,6 +232,12 @@ class Worker:
             if stats != self._last_stats:
                 self._last_stats = stats
                 self.end.send(stats)
+
+    def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
+        assert isinstance(message, Emit | WalkDone), message
+        request = self.router.requests.get(message.request_id)
+        if request is not None:
+            self.router.fail(request, PluginError(f"an output of the model cannot leave its process: {error}"))
 
     def ready(self) -> Ready:
         """What the worker holds, for the start-up log and for admission."""

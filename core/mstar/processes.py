@@ -1,0 +1,188 @@
+"""Workers in processes of their own: started, watched, started again when they end, stopped; `Order` is what each gets.
+
+A process ends with this one, whatever ends it, and leaves nothing: what it shares has no name. Runs on the server's
+event loop, and starts processes from its thread, since they die with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from mstar.config import EngineConfig
+from mstar.ipc.messages import WorkerStatus
+from mstar.ipc.process_channel import ProcessEngineEnd, Road
+from mstar.server.fleet import Fleet
+from mstar.server.routing import Routing
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 10.0
+_WATCH_S = 1.0
+_LAST_WORDS_S = 1.0
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's process is told at its start, as JSON on its standard input.
+
+    Args:
+        config: the fields of its EngineConfig as built-in types.
+        parent: the process that it must not outlive.
+        path: where modules are found.
+    """
+
+    worker: int
+    config: dict[str, Any]
+    road: Road
+    parent: int
+    path: list[str]
+    log_level: str
+
+    def engine_config(self) -> EngineConfig:
+        """The configuration it was made of."""
+        return msgspec.convert(self.config, EngineConfig, dec_hook=lambda kind, value: kind(value))
+
+
+def worker_config(config: EngineConfig, worker: int, *, threads: int, num_devices: int) -> EngineConfig:
+    """What one of several workers gets: its threads and, where nothing says which, a CUDA device in turn."""
+    device = config.device
+    if device in ("auto", "cuda") and num_devices > 1:
+        device = f"cuda:{worker % num_devices}"
+    return replace(config, threads=threads, device=device)
+
+
+class Processes:
+    """The workers of one model.
+
+    Args:
+        threads: for each.
+
+    Attributes:
+        end: for the engine, as if they were one worker.
+    """
+
+    def __init__(self, config: EngineConfig, *, threads: int) -> None:
+        self._config = config
+        self._threads = threads
+        self._routing = Routing(
+            config.workers, max_running_each=config.max_num_seqs, stall_timeout_s=config.stall_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+        )  # fmt: skip
+        self.end = Fleet(self._routing)
+        self._alive: dict[int, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def status(self) -> list[WorkerStatus]:
+        """Each worker, for an operator."""
+        return self._routing.status()
+
+    def start(self) -> None:
+        """Start all; the engine learns when they are ready, or why not."""
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in range(self._config.workers)]
+
+    async def stop(self, *, at_once: bool) -> None:
+        """Wait for those that have been told to end, unless `at_once`, and kill the rest."""
+        self.end.closed.set()
+        pending = set(self._tasks)
+        for worker, process in self._alive.items():
+            if not self._routing.replicas[worker].is_ready:  # it would load to the end before it listened
+                _kill(process)
+        if not at_once:
+            _, pending = await asyncio.wait(pending, timeout=STOP_S)
+        while pending:
+            for process in self._alive.values():
+                _kill(process)
+            _, pending = await asyncio.wait(pending, timeout=_WATCH_S)  # one may have been about to start
+
+    async def _keep(self, worker: int) -> None:
+        """Have one worker run until it is given up or all are stopped."""
+        delay_s: float | None = 0.0
+        while delay_s is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.end.closed.wait(), delay_s)
+            if self.end.closed.is_set():
+                return
+            started = time.monotonic()
+            end = ProcessEngineEnd()
+            try:
+                reason = await self._run(worker, end)
+            except Exception as error:
+                logger.exception("worker %d cannot be started", worker)
+                reason = f"it could not be started ({error})"
+            finally:
+                end.dispose()
+            if self.end.closed.is_set():
+                return
+            delay_s = self.end.ended(worker, reason, age_s=time.monotonic() - started)
+            then = "it is not started again" if delay_s is None else f"it is started again in {delay_s:g} s"
+            logger.error("worker %d has ended: %s; %s", worker, reason, then)
+
+    async def _run(self, worker: int, end: ProcessEngineEnd) -> str:
+        """Run one process to its end: how it ended."""
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        config = worker_config(self._config, worker, threads=self._threads, num_devices=num_devices)
+        order = Order(
+            worker=worker, config=msgspec.to_builtins(config, enc_hook=str), road=end.road, parent=os.getpid(),
+            path=sys.path, log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
+        )  # fmt: skip
+        command = (sys.executable, "-P", "-m", "mstar.worker_process")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, pass_fds=end.road.files
+            )
+        finally:
+            end.hand_over()
+        self._alive[worker] = process
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(ConnectionError):  # it has ended already; how is what counts
+                process.stdin.write(msgspec.json.encode(order))
+                await process.stdin.drain()
+            process.stdin.close()
+            return await self._watch(worker, process, end)
+        finally:
+            _kill(process)
+            await process.wait()
+            del self._alive[worker]
+
+    async def _watch(self, worker: int, process: asyncio.subprocess.Process, end: ProcessEngineEnd) -> str:
+        """Wait until a process ends, or has to: how it ended, or why it has to."""
+        started = time.monotonic()
+        listening = self.end.attach(worker, end, pid=process.pid)
+        ending = asyncio.create_task(process.wait())
+        try:
+            while not (listening.done() or ending.done()):
+                await asyncio.wait((listening, ending), timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                now = time.monotonic()
+                why = self._routing.overdue(worker, silent_s=now - end.heard_at, age_s=now - started)
+                if why is not None and self._routing.has_started and not self.end.closed.is_set():
+                    return f"{why}; its process was killed"
+            if not self.end.closed.is_set():
+                await asyncio.wait((listening, ending), timeout=_LAST_WORDS_S)
+            return _described(process.returncode) if ending.done() else "its channel is broken"
+        finally:
+            for task in (listening, ending):
+                task.cancel()
+            await asyncio.gather(listening, ending, return_exceptions=True)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+def _described(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"

@@ -1,0 +1,68 @@
+"""A worker's process, from its start to its end: `python -m mstar.worker_process`, with an `Order` on standard input.
+
+It ends with the server that started it: the system kills it (Linux), and the channel sees that nobody is there. Signals
+meant for the server's process group are left to the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+import msgspec
+import torch
+
+from mstar import observe
+from mstar.errors import ConfigError
+from mstar.ipc.messages import Dead
+from mstar.ipc.process_channel import ProcessWorkerEnd
+from mstar.model import find_model
+from mstar.processes import Order
+from mstar.worker.finish import described
+from mstar.worker.worker import Worker
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Load, serve until told to stop, and exit; what ends it early has been reported to the engine."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    _die_with(order.parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for file in order.road.files:
+        os.set_inheritable(file, False)
+    sys.path[:] = order.path
+    observe.setup_logging(order.log_level)
+    end = ProcessWorkerEnd(order.road, on_lost=lambda: os._exit(1))
+    try:
+        _serve(order, end)
+    except BaseException as error:  # noqa: BLE001  # the engine must hear of it
+        if not isinstance(error, ConfigError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        end.send(Dead(reason=described(error)))
+    sys.stderr.flush()
+    os._exit(0)  # no thread of the model's, or of a library's, may keep it
+
+
+def _serve(order: Order, end: ProcessWorkerEnd) -> None:
+    config = order.engine_config()
+    assert config.threads is not None
+    torch.set_num_threads(config.threads)
+    model = find_model(config)
+    Worker(model.plugin.spec, model.graph, model.checkpoint, config, end).run()
+
+
+def _die_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends; exit if it has already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

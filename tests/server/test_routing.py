@@ -1,0 +1,234 @@
+"""Which worker gets what, on its own: no process, no channel, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mstar.ipc.messages import (
+    Abort,
+    Beat,
+    Begin,
+    Capacity,
+    Close,
+    Compiled,
+    Dead,
+    DropSession,
+    Emit,
+    Failed,
+    FromWorker,
+    Open,
+    Ready,
+    SessionLost,
+    Shutdown,
+    Stats,
+)
+from mstar.server.routing import Routing
+
+
+def routing_of(num_workers: int, *, ready: bool = True) -> Routing:
+    routing = Routing(num_workers, max_running_each=4, stall_timeout_s=30, start_timeout_s=100)
+    for worker in range(num_workers):
+        routing.started(worker, pid=100 + worker)
+        if ready:
+            routing.from_worker(worker, ready_with())
+    return routing
+
+
+def ready_with(**fields: Any) -> Ready:
+    return Ready(**({"plan": [("lm", 1, 2, 3)], "max_model_len": 64} | fields))
+
+
+def opening(name: str, *, session: str | None = None) -> Open:
+    return Open(
+        request_id=name, task="t", seed=0, arrival=0.0, params={}, fields={}, samplers={}, sampler_prompts={},
+        content_keys={}, session=session,
+    )  # fmt: skip
+
+
+def place(routing: Routing, name: str, *, session: str | None = None) -> int:
+    ((worker, message),) = routing.to_workers(opening(name, session=session))
+    assert isinstance(message, Open) and message.request_id == name
+    return worker
+
+
+def end(routing: Routing, worker: int, *, age_s: float = 5.0) -> tuple[list[FromWorker], float | None]:
+    return routing.ended(worker, "its process was ended by SIGKILL", age_s=age_s)
+
+
+def states(routing: Routing) -> list[str]:
+    return [worker.state for worker in routing.status()]
+
+
+def test_the_engine_hears_ready_once_when_all_are() -> None:
+    routing = routing_of(2, ready=False)
+    first = ready_with(max_model_len=64, compiled=Compiled(num_methods=3, num_built=2, seconds=5.0))
+    second = ready_with(max_model_len=32, compiled=Compiled(num_methods=3, num_built=1, seconds=7.0))
+    assert not any(isinstance(m, Ready) for m in routing.from_worker(0, first))
+    told = routing.from_worker(1, second)
+    assert told[0] == Capacity(most_running=8)
+    assert told[1] == ready_with(max_model_len=32, compiled=Compiled(num_methods=3, num_built=3, seconds=7.0))
+
+
+def test_what_loads_longest_is_named_with_its_worker() -> None:
+    routing = routing_of(3, ready=False)
+    assert routing.from_worker(1, Beat(step="reading weights", seconds=9)) == [
+        Beat(step="worker 1: reading weights", seconds=9)
+    ]
+    assert routing.from_worker(2, Beat(step="compiling", seconds=4)) == [
+        Beat(step="worker 1: reading weights", seconds=9)
+    ]
+    assert routing.from_worker(1, ready_with()) == [Beat(step="worker 2: compiling", seconds=4)]
+
+
+def test_a_request_goes_to_the_worker_with_the_fewest_and_in_turn_among_equals() -> None:
+    routing = routing_of(3)
+    assert [place(routing, name) for name in "abcd"] == [0, 1, 2, 0]
+    routing.to_workers(Close(request_id="b"))
+    assert place(routing, "e") == 1
+    routing.from_worker(2, Failed(request_id="c", message="no"))
+    assert place(routing, "f") == 2
+
+
+def test_what_concerns_a_request_follows_it_until_it_is_over() -> None:
+    routing = routing_of(2)
+    place(routing, "a")
+    worker = place(routing, "b")
+    begin = Begin(request_id="b", walks={"main": "w"}, inputs={})
+    assert routing.to_workers(begin) == [(worker, begin)]
+    assert routing.to_workers(Abort(request_id="b")) == [(worker, Abort(request_id="b"))]
+    assert routing.to_workers(begin) == []
+    emit = Emit(request_id="a", name="x", path=())
+    assert routing.from_worker(0, emit) == [emit]
+
+
+def test_a_session_stays_where_it_was_opened() -> None:
+    routing = routing_of(2)
+    place(routing, "a")
+    home = place(routing, "b", session="s")
+    routing.to_workers(Close(request_id="b"))
+    for number in range(3):
+        assert place(routing, f"more {number}", session="s") == home
+    assert routing.to_workers(DropSession(session="s")) == [(home, DropSession(session="s"))]
+    assert routing.to_workers(DropSession(session="s")) == []
+    assert place(routing, "anew", session="s") == 1 - home, "it has fewer now"
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed"])
+def test_a_session_whose_request_goes_wrong_is_open_nowhere(how: str) -> None:
+    routing = routing_of(2)
+    home = place(routing, "a", session="s")
+    if how == "aborted":
+        routing.to_workers(Abort(request_id="a"))
+    else:
+        routing.from_worker(home, Failed(request_id="a", message="no"))
+    assert routing.to_workers(DropSession(session="s")) == []
+
+
+def test_requests_and_sessions_of_a_worker_that_ends_are_lost_and_others_are_not() -> None:
+    routing = routing_of(2)
+    assert [place(routing, name) for name in "abc"] == [0, 1, 0]
+    place(routing, "d", session="theirs")  # worker 1
+    routing.to_workers(Close(request_id="d"))
+    told, delay_s = end(routing, 1)
+    failed, lost, capacity = told
+    assert isinstance(failed, Failed) and (failed.request_id, failed.status) == ("b", 503)
+    assert "SIGKILL" in failed.message and "worker 1" in failed.message
+    assert lost == SessionLost(session="theirs")
+    assert isinstance(capacity, Capacity) and capacity.most_running == 4
+    assert delay_s is not None and states(routing) == ["ready", "restarting"]
+    assert routing.to_workers(Begin(request_id="b", walks={}, inputs={})) == []
+    assert [place(routing, name) for name in "ef"] == [0, 0]
+
+
+def test_without_any_worker_nothing_runs_and_the_reason_is_told() -> None:
+    routing = routing_of(1)
+    (capacity,), _ = end(routing, 0)
+    assert isinstance(capacity, Capacity) and capacity.most_running == 0
+    assert capacity.missing is not None and "SIGKILL" in capacity.missing and "started again" in capacity.missing
+    assert routing.to_workers(opening("a")) == [] and routing.to_workers(Shutdown()) == []
+    routing.started(0, pid=7)
+    assert states(routing) == ["loading"]
+    assert routing.from_worker(0, ready_with()) == [Capacity(most_running=4)]
+    assert states(routing) == ["ready"] and routing.status()[0].restarts == 1
+
+
+def test_its_own_word_on_why_it_ends_counts_more_than_how() -> None:
+    routing = routing_of(2)
+    assert routing.from_worker(0, Dead(reason="the device is gone")) == []
+    end(routing, 0)
+    assert routing.status()[0].detail == "worker 0 has ended: the device is gone"
+
+
+def test_a_start_that_fails_is_not_tried_again() -> None:
+    routing = routing_of(2, ready=False)
+    routing.from_worker(0, ready_with())
+    routing.from_worker(1, Dead(reason="no weights"))
+    told, delay_s = end(routing, 1)
+    assert told == [Dead(reason="worker 1 has ended: no weights")] and delay_s is None
+
+
+def test_restarts_come_later_and_later_and_end() -> None:
+    routing = routing_of(2)
+    delays = []
+    for _ in range(6):
+        told, delay_s = end(routing, 0)
+        delays.append(delay_s)
+        routing.started(0, pid=1)
+        routing.from_worker(0, ready_with())
+    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, None]
+    assert not any(isinstance(message, Dead) for message in told), "the other one goes on"
+
+
+def test_the_last_worker_that_is_given_up_ends_the_model() -> None:
+    routing = routing_of(1)
+    for _ in range(6):
+        told, delay_s = end(routing, 0)
+    assert delay_s is None and isinstance(told[-1], Dead)
+    assert states(routing) == ["dead"]
+
+
+@pytest.mark.parametrize("why", ["finished a request", "lived long"])
+def test_a_worker_that_was_sound_starts_again_at_once_every_time(why: str) -> None:
+    routing = routing_of(1)
+    for number in range(20):
+        if why == "finished a request":
+            place(routing, str(number))
+            routing.to_workers(Close(request_id=str(number)))
+        _, delay_s = end(routing, 0, age_s=5 if why == "finished a request" else 100)
+        assert delay_s == 0.25
+        routing.started(0, pid=1)
+        routing.from_worker(0, ready_with())
+
+
+def test_what_hangs_is_overdue_by_the_limit_that_counts() -> None:
+    routing = routing_of(1, ready=False)
+    routing.from_worker(0, Beat(step="reading weights", seconds=99))
+    assert routing.overdue(0, silent_s=99, age_s=99) is None
+    late = routing.overdue(0, silent_s=0, age_s=101)
+    assert late is not None and "reading weights" in late and "--start-timeout" in late
+    routing.from_worker(0, ready_with())
+    assert routing.overdue(0, silent_s=29, age_s=1e9) is None
+    silent = routing.overdue(0, silent_s=31, age_s=0)
+    assert silent is not None and "not been heard" in silent and "--stall-timeout" in silent
+    assert routing.from_worker(0, Beat(step="lm.decode", seconds=31)) == []
+    stuck = routing.overdue(0, silent_s=0, age_s=0)
+    assert stuck is not None and "lm.decode" in stuck
+    assert routing.status()[0].detail == "lm.decode for 31 s"
+    routing.from_worker(0, Beat(step="lm.decode", seconds=0))
+    assert routing.overdue(0, silent_s=0, age_s=0) is None
+
+
+def test_statistics_are_those_of_all() -> None:
+    routing = routing_of(2)
+
+    def stats(number: int) -> Stats:
+        names = "running waiting steps slots_used swapped swaps cache_hit_tokens cache_queried_tokens"
+        counted = dict.fromkeys(names.split(), number)
+        return Stats(**counted, pools={"lm": (number, 10)}, method_s={"lm.decode": (number, number, 0.5)})
+
+    assert routing.from_worker(0, stats(1)) == [stats(1)]
+    (both,) = routing.from_worker(1, stats(2))
+    assert isinstance(both, Stats) and both.running == both.cache_queried_tokens == 3
+    assert both.pools == {"lm": (3, 20)} and both.method_s == {"lm.decode": (3, 3, 1.0)}
