@@ -135,7 +135,10 @@ async def started_engine(
             async with asyncio.timeout(config.start_timeout_s):
                 await engine.start()
         except TimeoutError as error:
-            problem = f"not ready after {config.start_timeout_s:g} s: {engine.state.loading}"
+            late = [
+                f"worker {w.worker}: {w.detail or 'it is starting'}" for w in workers.status() if w.state != "ready"
+            ]
+            problem = f"not ready after {config.start_timeout_s:g} s: {', '.join(late) or engine.state.loading}"
             raise ConfigError(f"{problem}; raise --start-timeout") from error
         yield engine
     finally:

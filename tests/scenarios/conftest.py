@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import contextlib
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from mstar_plugin_echo.reference import Model
 from served import InspectedEnd
 from torch import Tensor
 
+from mstar import launch
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
 from mstar.ipc.channel import memory_channel
@@ -431,6 +433,70 @@ class Served:
                 assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
 
 
+class Spread(Served):
+    """The same with the workers where `mstar serve` puts them: a thread of this process, or processes."""
+
+    def __init__(self, oracle: Oracle, *, workers: int, **settings: Any) -> None:
+        self.oracle = oracle
+        self.config = EngineConfig(plugin="echo", workers=workers, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop_thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        try:
+            self.engine = self.run(self._enter(), timeout_s=START_S)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    async def _enter(self) -> Engine:
+        return await self._stack.enter_async_context(launch.started_engine(self.config))
+
+    def close(self) -> None:
+        try:
+            self.run(self._stack.aclose())
+        finally:
+            self._stop_loop()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(10)
+        assert not self._loop_thread.is_alive()
+        self._loop.close()
+
+    def settle(self, *, timeout_s: float = 20.0) -> None:
+        """Wait until no request is left on the engine's side, nor on the workers' by their own statistics."""
+        deadline = time.monotonic() + timeout_s
+        while self.engine.num_active or self.engine.state.num_running or not self.is_idle:
+            assert time.monotonic() < deadline, f"left over: {self.engine.state.stats}"
+            assert self.engine.state.dead is None, self.engine.state.dead
+            time.sleep(0.01)
+
+    @property
+    def is_idle(self) -> bool:
+        stats = self.engine.state.stats
+        return stats is not None and (stats.running, stats.waiting) == (0, 0)
+
+    def assert_clean(self, *, sessions: int = 0) -> None:
+        """Nothing is left of any request, as the workers say; they log it themselves if their pools say otherwise."""
+        self.settle()
+        deadline = time.monotonic() + 5
+        while not sessions and (stats := self.engine.state.stats) is not None:
+            if not (stats.slots_used or stats.swapped or any(used for used, _ in stats.pools.values())):
+                break
+            assert time.monotonic() < deadline, f"left over: {stats}"
+            time.sleep(0.01)
+        assert self.engine.state.dead is None and self.engine.num_active == 0
+        assert [worker.state for worker in self.engine.workers()] == ["ready"] * self.config.workers
+
+    def wait_for_workers(self, *, timeout_s: float = 60.0) -> None:
+        """Wait until every worker is ready."""
+        deadline = time.monotonic() + timeout_s
+        while not all(worker.state == "ready" for worker in self.engine.workers()):
+            assert time.monotonic() < deadline, self.engine.workers()
+            time.sleep(0.02)
+
+
 # ---- fixtures -------------------------------------------------------------------------------------------------
 
 
@@ -486,6 +552,56 @@ def both(engines: Callable[[str], Served], request: pytest.FixtureRequest) -> It
     found = engines(request.param)
     yield found
     found.assert_clean()
+
+
+PLACES = {"embedded": 0, "one process": 1, "two processes": 2}
+
+
+@pytest.fixture(scope="module")
+def places(oracle: Oracle) -> Iterator[Callable[[str], Spread]]:
+    """Engines by where their workers are, started at first use."""
+    started: dict[str, Spread] = {}
+
+    def get(name: str) -> Spread:
+        if name not in started:
+            started[name] = Spread(oracle, workers=PLACES[name])
+        return started[name]
+
+    yield get
+    for served in started.values():
+        served.close()
+
+
+@pytest.fixture(params=list(PLACES))
+def placed(places: Callable[[str], Spread], request: pytest.FixtureRequest) -> Iterator[Spread]:
+    """An engine with its workers in each place in turn, clean before and after."""
+    found = places(request.param)
+    yield found
+    found.assert_clean()
+
+
+def _spreads(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
+    started: list[Spread] = []
+
+    def start(**settings: Any) -> Spread:
+        started.append(Spread(oracle, **settings))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+@pytest.fixture
+def spread(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
+    """`spread(workers=2, **settings)`: an engine of the test's own."""
+    yield from _spreads(oracle)
+
+
+@pytest.fixture(scope="module")
+def spread_once(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
+    """The same for all tests of a file."""
+    yield from _spreads(oracle)
 
 
 @pytest.fixture

@@ -132,10 +132,10 @@ def test_requests_and_sessions_of_a_worker_that_ends_are_lost_and_others_are_not
     place(routing, "d", session="theirs")  # worker 1
     routing.to_workers(Close(request_id="d"))
     told, delay_s = end(routing, 1)
-    failed, lost, capacity = told
+    capacity, failed, lost, stats = told
     assert isinstance(failed, Failed) and (failed.request_id, failed.status) == ("b", 503)
     assert "SIGKILL" in failed.message and "worker 1" in failed.message
-    assert lost == SessionLost(session="theirs")
+    assert lost == SessionLost(session="theirs") and isinstance(stats, Stats)
     assert isinstance(capacity, Capacity) and capacity.most_running == 4
     assert delay_s is not None and states(routing) == ["ready", "restarting"]
     assert routing.to_workers(Begin(request_id="b", walks={}, inputs={})) == []
@@ -144,7 +144,7 @@ def test_requests_and_sessions_of_a_worker_that_ends_are_lost_and_others_are_not
 
 def test_without_any_worker_nothing_runs_and_the_reason_is_told() -> None:
     routing = routing_of(1)
-    (capacity,), _ = end(routing, 0)
+    (capacity, _), _ = end(routing, 0)
     assert isinstance(capacity, Capacity) and capacity.most_running == 0
     assert capacity.missing is not None and "SIGKILL" in capacity.missing and "started again" in capacity.missing
     assert routing.to_workers(opening("a")) == [] and routing.to_workers(Shutdown()) == []

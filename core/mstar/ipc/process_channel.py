@@ -310,6 +310,7 @@ class ProcessEngineEnd:
             self._loop.remove_writer(self._control)
 
     def _on_packets(self) -> None:
+        self.heard_at = time.monotonic()
         try:
             self._inbox += cast(list[FromWorker], self._inlet.receive())
         except Exception as error:  # noqa: BLE001  # whoever receives next raises it

@@ -116,7 +116,7 @@ class Routing:
             return [message]
         if isinstance(message, messages.Stats):
             replica.stats = message
-            return [_sum_of([r.stats for r in self.replicas if r.stats is not None])]
+            return [self._stats()]
         if isinstance(message, messages.Beat):
             replica.long_step = message if message.seconds else None
             return [] if self.has_started else [self._loading()]
@@ -167,21 +167,22 @@ class Routing:
         replica.failures = 1 if is_sound else replica.failures + 1
         replica.reason = f"worker {worker} has ended: {replica.reason or reason}"
         replica.pid = replica.ready = replica.long_step = replica.stats = None
-        told: list[FromWorker] = []
+        replica.is_given_up = not self.has_started or replica.failures > _MOST_RESTARTS
+        if not self.has_started or all(other.is_given_up for other in self.replicas):
+            return [messages.Dead(reason=replica.reason)], None
+        told: list[FromWorker] = [self._capacity()]  # first, so that what is failed makes no room for others
         for name in list(replica.requests):
             self._forget(name, keeps_session=True)
             told.append(messages.Failed(request_id=name, message=replica.reason, status=503, code="worker_lost"))
         for session in [name for name, keeper in self._sessions.items() if keeper == worker]:
             del self._sessions[session]
             told.append(messages.SessionLost(session=session))
-        replica.is_given_up = not self.has_started or replica.failures > _MOST_RESTARTS
-        if not self.has_started or all(other.is_given_up for other in self.replicas):
-            return [*told, messages.Dead(reason=replica.reason)], None
+        told.append(self._stats())
         if replica.is_given_up:
             replica.reason += f"; given up after {_MOST_RESTARTS} restarts in a row"
-            return [*told, self._capacity()], None
+            return told, None
         replica.num_restarts += 1
-        return [*told, self._capacity()], _FIRST_DELAY_S * 2 ** (replica.failures - 1)
+        return told, _FIRST_DELAY_S * 2 ** (replica.failures - 1)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -226,6 +227,9 @@ class Routing:
             return messages.Beat(step="", seconds=0.0)
         step, worker = max(steps, key=lambda pair: pair[0].seconds)
         return messages.Beat(step=f"worker {worker}: {step.step}", seconds=step.seconds)
+
+    def _stats(self) -> messages.Stats:
+        return _sum_of([replica.stats for replica in self.replicas if replica.stats is not None])
 
     def _capacity(self) -> messages.Capacity:
         num_ready = sum(replica.is_ready for replica in self.replicas)

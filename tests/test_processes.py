@@ -1,0 +1,174 @@
+"""What a worker's process is told, and a server with two of them as operators run it: health, kills, orphans, the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from serve_process import ServeProcess
+
+from mstar.config import EngineConfig
+from mstar.ipc.process_channel import Road
+from mstar.processes import Order, worker_config
+
+ROAD = Road(control=3, lifeline=4, to_worker=5, from_worker=6)
+
+
+def test_an_order_brings_every_setting_across(tmp_path: Path) -> None:
+    config = EngineConfig(
+        plugin="echo", parts={"voice": tmp_path}, served_model_name=("a", "b"), kv_cache_memory_bytes=1 << 20, seed=7,
+        allowed_media_domains=("example.org",), workers=2, threads=1,
+    )  # fmt: skip
+    order = Order(
+        worker=1, config=msgspec.to_builtins(config, enc_hook=str), road=ROAD, parent=1, path=["x"], log_level="info"
+    )
+    assert msgspec.json.decode(msgspec.json.encode(order), type=Order).engine_config() == config
+
+
+@pytest.mark.parametrize(
+    ("device", "num_devices", "expected"),
+    [
+        ("auto", 0, ["auto", "auto", "auto"]),
+        ("auto", 1, ["auto", "auto", "auto"]),
+        ("auto", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:1", 2, ["cuda:1", "cuda:1", "cuda:1"]),
+        ("cpu", 2, ["cpu", "cpu", "cpu"]),
+    ],
+)
+def test_workers_take_devices_in_turn_where_nothing_says_which(
+    device: str, num_devices: int, expected: list[str]
+) -> None:
+    config = EngineConfig(plugin="echo", workers=3, device=device)
+    found = [worker_config(config, worker, threads=1, num_devices=num_devices) for worker in range(3)]
+    assert [one.device for one in found] == expected and all(one.threads == 1 for one in found)
+
+
+# ---- a server --------------------------------------------------------------------------------------------------
+
+
+def text(words: str, **fields: Any) -> dict[str, Any]:
+    return {"inputs": [{"type": "text", "text": words}], **fields}
+
+
+SLOW = text("t", task="trouble", params={"kind": "sleep", "sleep_s": 0.1, "steps": 40})
+
+
+def workers(url: str) -> list[dict[str, Any]]:
+    response = httpx.get(f"{url}/health", timeout=10)
+    return list(response.json()["workers"]) if response.status_code == 200 else []
+
+
+def all_ready(url: str, *, number: int = 2) -> bool:
+    return [worker["state"] for worker in workers(url)] == ["ready"] * number
+
+
+def wait(condition: Callable[[], Any], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def server() -> Iterator[ServeProcess]:
+    with ServeProcess("--plugin", "echo", "--workers", "2", "--threads", "1", start_s=110) as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_health_shows_each_worker_and_a_signal_ends_all(server: ServeProcess) -> None:
+    found = workers(server.url)
+    assert [(worker["worker"], worker["state"], worker["restarts"]) for worker in found] == [
+        (0, "ready", 0),
+        (1, "ready", 0),
+    ]
+    assert server.metrics()["mstar_worker_ready"] == 2
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(httpx.post, f"{server.url}/v1/generate", json=SLOW, timeout=60) for _ in range(4)]
+        wait(lambda: sum(worker["running"] for worker in workers(server.url)) == 4, within_s=20)
+        os.killpg(os.getpgid(found[0]["pid"]), 0)
+        for worker in found:
+            os.kill(worker["pid"], signal.SIGTERM)  # as a service manager does, to the whole group
+        server.process.send_signal(signal.SIGTERM)
+        assert [ask.result().status_code for ask in asking] == [200] * 4, "running requests end well"
+    assert server.process.wait(20) == 0
+    wait(lambda: not any(is_alive(worker["pid"]) for worker in found), within_s=5)
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_server_that_is_killed(server: ServeProcess) -> None:
+    found = workers(server.url)
+    shared = set(os.listdir("/dev/shm"))
+    server.process.kill()
+    wait(lambda: not any(is_alive(worker["pid"]) for worker in found), within_s=10)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twenty_kills_under_load_lose_no_client_and_give_nothing_wrong(server: ServeProcess) -> None:
+    draw = random.Random(3)
+    bodies = [text(f"prompt {n}", task="generate", seed=n, params={"max_tokens": 20}) for n in range(4)]
+    bodies += [text(f"frames {n}", task="nested", seed=n, params={"max_frames": 12}) for n in range(4)]
+    url = f"{server.url}/v1/generate"
+    right = [httpx.post(url, json=body, timeout=60).json()["outputs"] for body in bodies]
+    is_over, numbers = False, {"right": 0, "failed": 0}
+
+    def load(seed: int) -> None:
+        """Ask on and on; a request is right or fails with a 503, and soon."""
+        own = random.Random(seed)
+        with httpx.Client(timeout=60) as client:
+            while not is_over:
+                which = own.randrange(len(bodies))
+                started = time.monotonic()
+                response = client.post(url, json=bodies[which])
+                assert time.monotonic() - started < 30
+                if response.status_code == 200:
+                    assert response.json()["outputs"] == right[which]
+                    numbers["right"] += 1
+                else:
+                    assert response.status_code == 503, response.text
+                    numbers["failed"] += 1
+                    time.sleep(0.2)
+
+    with ThreadPoolExecutor(6) as pool:
+        loads: list[Future[None]] = [pool.submit(load, seed) for seed in range(6)]
+        try:
+            files = None
+            for number in range(20):
+                wait(lambda: any(worker["state"] == "ready" for worker in workers(server.url)), within_s=60)
+                time.sleep(draw.random())
+                alive = [worker for worker in workers(server.url) if worker["pid"] is not None]
+                if alive:
+                    os.kill(draw.choice(alive)["pid"], signal.SIGKILL)
+                if number == 4:
+                    wait(lambda: all_ready(server.url), within_s=90)
+                    files, memory = server.num_files, server.resident_bytes
+        finally:
+            is_over = True
+        for one in loads:
+            one.result(60)
+    wait(lambda: all_ready(server.url), within_s=90)
+    assert [httpx.post(url, json=body, timeout=60).json()["outputs"] for body in bodies] == right
+    assert numbers["right"] > 20 and numbers["failed"] > 0, numbers
+    assert files is not None and server.num_files <= files + 8, "connections of the last clients may still be open"
+    assert server.resident_bytes < memory + 64 * 2**20
+    assert server.metrics()["mstar_worker_restarts_total"] >= 15
