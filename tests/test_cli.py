@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,17 +48,24 @@ OWN_FLAGS = {
     "compile": {"--config", "--json", "--log-level"},
     "graph": {"--format", "--model", "--output", "--plans", "--plugin"},
     "plugins": {"--json"},
-    "doctor": {"--host", "--model", "--plugin", "--port"},
+    "doctor": {"--host", "--model", "--plugin", "--port", "--url"},
 }
 SERVER_ONLY = {
     "--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout",
-    "--allowed-local-media-path",
+    "--allowed-local-media-path", "--workers",
 }  # fmt: skip
 MEDIA = {
     "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
     "--media-timeout",
 }  # fmt: skip
-NOT_COMPILED = MEDIA | {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
+NOT_COMPILED = MEDIA | {
+    "--request-timeout",
+    "--start-timeout",
+    "--seed",
+    "--compile",
+    "--enforce-eager",
+    "--batch-invariant",
+}
 
 PLUGIN = """
 from mstar.plugin.graph import Call, Graph, Method, Node, Port, Walk
@@ -483,6 +492,47 @@ def test_doctor_says_what_attention_runs_on_where_the_compiler_does_not_work(
     assert code == 0, out
     assert [line[:2] for line in lines] == [["note", "compiler"], ["note", "attention"]]
     assert compiler in lines[0][2] and lines[1][2].startswith(path)
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers what a test has set."""
+
+    status, body = 200, b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
+    workers = [
+        {"worker": 0, "state": "ready", "pid": 71, "running": 3, "restarts": 0, "detail": None},
+        {"worker": 1, "state": "restarting", "pid": None, "running": 0, "restarts": 2, "detail": "ended by SIGKILL"},
+    ]
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+
+        def lines(status: int, body: dict[str, Any]) -> tuple[int, list[str]]:
+            Health.status, Health.body = status, json.dumps(body).encode()
+            code, out, _ = run("doctor", "--url", url)
+            return code, out.splitlines()
+
+        code, found = lines(200, {"status": "degraded", "workers": workers})
+        assert code == 1 and found[0].split() == ["ok", "server", "degraded"]
+        assert found[1].startswith("ok") and "ready, process 71, 3 running, 0 restarts" in found[1]
+        assert found[2].startswith("problem") and "worker 1" in found[2] and "ended by SIGKILL" in found[2]
+        assert lines(200, {"status": "ok"})[0] == 0
+        code, found = lines(503, {"error": {"message": "worker 0 has ended"}})
+        assert code == 1 and "worker 0 has ended" in found[0]
+        assert "no server of mstar answers" in lines(200, {"other": 1})[1][0]
+        server.shutdown()
+    code, out, _ = run("doctor", "--url", url)
+    assert code == 1 and "no server of mstar answers" in out
 
 
 def test_doctor_checks_a_checkpoint_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:

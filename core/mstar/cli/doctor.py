@@ -63,11 +63,12 @@ class Check:
 @click.option("--model", help="also check this checkpoint: a folder, a hub id or 'tiny'")
 @click.option("--host", default=config.default(config.ServerConfig, "host"), show_default=True, help="address to check")
 @click.option("--port", default=config.default(config.ServerConfig, "port"), show_default=True, help="port to check")
+@click.option("--url", metavar="URL", help="show the workers of the server that runs there, in place of the machine")
 @click.pass_context
-def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str, port: int) -> None:
-    """Check this machine, and a model on it; exit with 1 if something keeps mstar from serving."""
+def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str, port: int, url: str | None) -> None:
+    """Check this machine, and a model on it, or a server; exit with 1 if something keeps mstar from serving."""
     config.environment()  # its mistakes are of no one check
-    asked = checks(host, port=port)
+    asked = checks(host, port=port) if url is None else server_checks(url)
     if plugin is not None or model is not None:
         look = partial(_checkpoint, options.choose_plugin(plugin), model=model or "tiny")
         remedy = "pass --model FOLDER with all files of the checkpoint, or a hub id that is downloaded already"
@@ -75,6 +76,35 @@ def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str,
     problems = [check.run() for check in asked].count(False)
     click.echo(f"{problems} to solve before mstar can serve" if problems else "nothing keeps mstar from serving")
     ctx.exit(1 if problems else 0)
+
+
+def server_checks(url: str) -> list[Check]:
+    """A running server and each of its worker processes, as it sees them."""
+    import httpx
+
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/health", timeout=10)
+        health = response.json()
+        is_ok = response.status_code == 200
+        found = [_stated("server", health["status"] if is_ok else health["error"]["message"], is_ok=is_ok)]
+        rest = health.get("workers", ())
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        return [_stated("server", f"no server of mstar answers at {url}: {error or repr(error)}", is_ok=False)]
+    for worker in rest:
+        running, restarts = f"{worker['running']} running", f"{worker['restarts']} restarts"
+        parts = [worker["state"], f"process {worker['pid'] or 'none'}", running, restarts, worker["detail"]]
+        is_ok = worker["state"] == "ready"
+        found.append(_stated(f"worker {worker['worker']}", ", ".join(part for part in parts if part), is_ok=is_ok))
+    return found
+
+
+def _stated(subject: str, text: str, *, is_ok: bool) -> Check:
+    def look() -> str:
+        if not is_ok:
+            raise ConfigError(text)
+        return text
+
+    return Check(subject, look, "read the server's log; what has ended is started again, unless it is dead")
 
 
 def checks(host: str, *, port: int) -> list[Check]:

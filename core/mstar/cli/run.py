@@ -16,7 +16,7 @@ from mstar.errors import RequestError
 
 # what only a server has; --seed is the request's here
 _SERVER_ONLY = (
-    "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed",
+    "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "stall_timeout_s", "seed", "workers",
     "allowed_local_media_path",
 )  # fmt: skip
 

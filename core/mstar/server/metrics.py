@@ -198,12 +198,12 @@ class _StateCollector:
         yield _gauge("ready", "1 while new requests are taken in", state.unready is None)
         yield _gauge("requests_running", "Requests open on the worker", state.num_running)
         yield _gauge("requests_waiting", "Requests being encoded or queued", state.num_waiting)
-        yield _gauge("requests_running_limit", "What --max-num-seqs allows", state.limits.max_running)
-        if workers := {str(one.worker): one for one in self._workers()}:
-            states = {name: one.state == "ready" for name, one in workers.items()}
-            restarts = {name: one.restarts for name, one in workers.items()}
-            yield _gauge("worker_ready", "1 while the worker's process can work", states, label="worker")
-            yield _counter("worker_restarts", "Times that a worker was started again", restarts, label="worker")
+        yield _gauge("requests_running_limit", "What --max-num-seqs allows in all workers", state.limits.max_running)
+        workers = {str(one.worker): one for one in self._workers()}
+        states = {name: one.state == "ready" for name, one in workers.items()}
+        restarts = {name: one.restarts for name, one in workers.items()}
+        yield _gauge("worker_ready", "1 while the worker's process can work", states, label="worker")
+        yield _counter("worker_restarts", "Times that a worker was started again", restarts, label="worker")
         yield _gauge("requests_waiting_limit", "What --max-queue allows", state.limits.max_queue)
         yield _gauge("long_step_seconds", "Age of the worker's step if it lasts longer than a second, else 0", step_s)
         yield _counter("stalls", "Steps that took longer than --stall-timeout", state.num_stalls)
