@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
@@ -110,6 +112,33 @@ def test_health_shows_each_worker_and_a_signal_ends_all(server: ServeProcess) ->
     assert server.process.wait(20) == 0
     wait(lambda: not any(is_alive(worker["pid"]) for worker in found), within_s=5)
     assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.slow
+def test_streams_of_a_killed_worker_end_with_an_error_and_others_well(server: ServeProcess) -> None:
+    def events(number: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        body = SLOW | {"stream": True, "seed": number}
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{server.url}/v1/generate", json=body, timeout=60) as response,
+        ):
+            found.extend(json.loads(line) for line in response.iter_lines())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(events, number) for number in range(2)]
+        wait(lambda: [worker["running"] for worker in workers(server.url)] == [1, 1], within_s=20)
+        time.sleep(0.5)
+        os.kill(workers(server.url)[1]["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        wait(lambda: any(ask.done() for ask in asking), within_s=5)
+        health = httpx.get(f"{server.url}/health", timeout=10).json()
+        assert time.monotonic() - killed < 5 and health["status"] == "degraded"
+        ends = sorted((ask.result() for ask in asking), key=len)
+    assert ends[0][0]["event"] == "tensor" and ends[0][-1]["event"] == "error"
+    assert ends[0][-1]["error"]["code"] == "worker_lost" and "SIGKILL" in ends[0][-1]["error"]["message"]
+    assert ends[1][-1]["event"] == "done"
 
 
 @pytest.mark.slow
