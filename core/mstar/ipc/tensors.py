@@ -67,9 +67,9 @@ def sparing_decoder(take: Callable[[], Tensor]) -> Callable[[bytes | memoryview]
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The elements of a CPU tensor of any dtype and strides, in C order."""
-    if tensor.numel() <= 1:  # torch calls these contiguous whatever their strides
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if tensor.dtype is torch.bfloat16:  # which numpy lacks
+        tensor = tensor.view(torch.int16)
+    return tensor.detach().numpy().tobytes()
 
 
 def tensor_from_bytes(data: bytes | bytearray | memoryview, *, dtype: torch.dtype, shape: list[int]) -> Tensor:
