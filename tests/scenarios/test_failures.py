@@ -122,3 +122,22 @@ def test_the_loop_survives_a_thousand_failures(both: Any, make: Callable[..., An
         both.ask_all([make("trouble", "t", kind=kind, at=rounds % 3) for kind in ("method", "finish", "shape")] * 4)
         rounds += 1
     both.check_all([make("generate", "afterwards"), make("nested", "afterwards")])
+
+
+def test_an_output_that_cannot_leave_its_process_fails_its_request_alone(
+    fresh: Callable[..., Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = fresh()
+    send = served.worker.end.send
+
+    def refuse_some(message: Any) -> None:
+        if getattr(message, "name", None) == "x":
+            raise TypeError("numpy.float32 cannot cross to another process")
+        send(message)
+
+    monkeypatch.setattr(served.worker.end, "send", refuse_some)
+    failed, good = served.ask_all([make("trouble", "t"), make("generate", "beside")])
+    assert isinstance(failed, RequestError) and failed.status == 500
+    assert "numpy.float32 cannot cross" in failed.message
+    served.oracle.check(make("generate", "beside"), good)
+    served.assert_clean()
