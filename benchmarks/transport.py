@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import pickle
 import statistics
 import subprocess
@@ -46,7 +47,7 @@ def touch(tensor: torch.Tensor) -> float:
 
 
 def answer_channel(road: str) -> None:
-    end = ProcessWorkerEnd(msgspec.json.decode(road, type=Road), on_lost=lambda: None)
+    end = ProcessWorkerEnd(msgspec.json.decode(road, type=Road), on_lost=lambda: os._exit(1))
     while True:
         for message in end.receive():
             if isinstance(message, Shutdown):
@@ -58,6 +59,7 @@ def answer_channel(road: str) -> None:
 def answer_pickled(address: str) -> None:
     pair = zmq.Context.instance().socket(zmq.PAIR)
     pair.connect(address)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()  # ends with who asks
     while (tensor := pickle.loads(pair.recv())) is not None:
         pair.send(pickle.dumps(touch(tensor)))
 
@@ -90,7 +92,8 @@ async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pair = zmq.Context.instance().socket(zmq.PAIR)
         pair.bind(f"ipc://{folder}/pickled")
-        children.append(subprocess.Popen([sys.executable, __file__, "--pickled", f"ipc://{folder}/pickled"]))
+        command = [sys.executable, __file__, "--pickled", f"ipc://{folder}/pickled"]
+        children.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         spawn = multiprocessing.get_context("spawn")
         there, back = spawn.Queue(), spawn.Queue()
         queued = spawn.Process(target=answer_queue, args=(there, back))
