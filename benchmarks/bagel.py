@@ -258,10 +258,11 @@ def compare_chat(studio: Studio, side: int) -> None:
     decodes = [turn.seconds for turn in counted if turn.method == "llm.decode"]
     lone_rate, rate = tokens_a_second(lone), tokens_a_second(counted)
     limit = max(flows) + 2 * statistics.median(decodes)
+    longest = {"denoising": max(gaps(counted)), "all": max(gaps(both)), "limit": limit}
     report(
         benchmark="bagel chat", side=side, timesteps=studio.timesteps, parameters=studio.num_parameters,
         tokens_s={"lone": round(lone_rate, 1), "beside": round(rate, 1)}, kept=round(rate / lone_rate, 3),
-        longest_gap_ms=round(1e3 * max(gaps(counted)), 1), limit_ms=round(1e3 * limit, 1),
+        longest_gap_ms={name: round(1e3 * some, 1) for name, some in longest.items()},
         flow_ms=[round(1e3 * some(flows), 1) for some in (statistics.median, max)],
         decode_ms=[round(1e3 * some(decodes), 1) for some in (statistics.median, max)],
         seconds={"without": round(without, 3), "beside": round(denoising(both), 3)},
