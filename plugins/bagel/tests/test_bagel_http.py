@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,6 @@ def png() -> bytes:
 def opened(data: str | None) -> np.ndarray:
     assert data is not None
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-
-
-@pytest.fixture(scope="module")
-def client(serving: Asked) -> Iterator[openai.OpenAI]:
-    with (
-        serving.http() as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
 
 
 def turns(*content: dict[str, Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,39 +60,56 @@ def same(found: Answer, alone: Answer, *, exact: bool = False) -> None:
         torch.testing.assert_close(found.tensors[name], expected, atol=atol, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def alone(serving: Asked) -> list[Answer]:
-    return [one(serving, wire) for wire in MIXED]
-
-
-@pytest.mark.parametrize("apart_s", [0.0, 0.03])
-def test_mixed_requests_do_not_change_each_other(model: Asked, alone: list[Answer], apart_s: float) -> None:
-    for found, expected in zip(model.ask_all(*MIXED, apart_s=apart_s), alone, strict=True):
-        same(found, expected)
+PAGE = 2 * 2 * 2 * 16 * 4 * 4
+"""Bytes: keys and values, layers, heads, their width, of float32, tokens."""
+NARROW = {"kv_cache_memory_bytes": 60 * PAGE, "block_size": 4, "max_model_len": 200}
+"""Memory for three requests of `MIXED`, two if they are large."""
 
 
 @pytest.fixture(scope="module")
-def narrow(golden: Any) -> Iterator[Asked]:
-    """With memory for two or three of the requests."""
-    page = 2 * 2 * 2 * 16 * 4 * 8  # keys and values, layers, heads, their width, bytes, tokens
-    served = Asked(
-        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=40 * page, block_size=8, max_model_len=200
-    )
-    yield served
-    served.close()
+def served(golden: Any) -> Iterator[Callable[..., Asked]]:
+    """`served(**settings)`: an engine of the golden checkpoint, kept until the module's tests are over."""
+    started: dict[str, Asked] = {}
+
+    def start(**settings: Any) -> Asked:
+        key = repr(sorted(settings.items()))
+        if key not in started:
+            started[key] = Asked(plugin="bagel", model=str(golden.folder), **settings)
+        return started[key]
+
+    yield start
+    for asked in started.values():
+        asked.close()
 
 
-def test_requests_give_way_when_memory_is_short(narrow: Asked, alone: list[Answer]) -> None:
-    for found, expected in zip(narrow.ask_all(*MIXED), alone, strict=True):
-        same(found, expected)
-    assert narrow.worker.scheduler.num_swaps > 0
-    narrow.assert_clean()
+@pytest.fixture(scope="module")
+def narrow(served: Callable[..., Asked]) -> Asked:
+    return served(**NARROW)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["usual", "batch invariant"])
+@pytest.mark.parametrize("memory", [{}, NARROW], ids=["ample", "for three"])
+def test_mixed_requests_do_not_change_each_other(
+    served: Callable[..., Asked], exact: bool, memory: dict[str, Any]
+) -> None:
+    """Eight at once or one after the other began, some of which hang up, against each alone."""
+    model = served(batch_invariant=exact, **memory)
+    lone = [one(served(batch_invariant=exact), wire) for wire in MIXED]
+    crowds: list[dict[int, int]] = [{}, {1: 2, 4: 3}, {0: 4, 6: 2, 7: 3}]
+    for apart_s, aborted in zip((0.0, 0.0, 0.02), crowds, strict=True):
+        found = model.ask_all(*MIXED, apart_s=apart_s, abort_after=aborted)
+        for place, (answer, expected) in enumerate(zip(found, lone, strict=True)):
+            if place in aborted:
+                assert isinstance(answer, RequestError) and answer.code == "aborted"
+            else:
+                same(answer, expected, exact=exact)
+        model.assert_clean()
+    assert (model.worker.scheduler.num_swaps > 0) == bool(memory)
 
 
 def test_texts_are_read_again_where_nothing_can_be_moved(golden: Any) -> None:
-    page = 2 * 2 * 2 * 16 * 4 * 8
     served = Asked(
-        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=12 * page, block_size=8, max_model_len=90,
+        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=24 * PAGE, block_size=4, max_model_len=90,
         swap_space_bytes=0,
     )  # fmt: skip
     wires = [chat(text(f"{n}: what is a fox?"), max_tokens=30, temperature=1.0, seed=n) for n in range(5)]
@@ -121,36 +138,6 @@ def test_branches_and_drawings_of_any_size_share_a_forward(model: Asked) -> None
     model.ask_all(*[draw(text(f"{n}"), height=8 * n, width=16, cfg_text_scale=n, num_timesteps=21) for n in (1, 2, 3)])
     calls, rows = (after - was for after, was in zip(flows(), before, strict=True))
     assert rows == 20 + 2 * (20 + 17) and calls < 0.6 * rows
-
-
-def test_batches_are_exact_where_that_is_asked_for(golden: Any) -> None:
-    served = Asked(plugin="bagel", model=str(golden.folder), batch_invariant=True)
-    try:
-        lone = [one(served, wire) for wire in MIXED]
-        for found, expected in zip(served.ask_all(*MIXED), lone, strict=True):
-            same(found, expected, exact=True)
-        served.assert_clean()
-    finally:
-        served.close()
-
-
-def test_aborted_requests_leave_the_others_alone(model: Asked, alone: list[Answer]) -> None:
-    async def go() -> list[Answer]:
-        doomed = [await model.engine.submit(draw(text(f"{n}"), num_timesteps=400, seed=n)) for n in range(3)]
-        kept = [await model.engine.submit(wire) for wire in (MIXED[0], MIXED[2])]
-        async for _ in doomed[0]:
-            break
-        for handle in doomed:
-            handle.abort()
-        return [await collected(handle) for handle in kept]
-
-    async def collected(handle: Any) -> Any:
-        return [chunk async for chunk in handle], handle.result
-
-    (chunks, _), (drawn, _) = model.run(go())
-    assert [token for chunk in chunks for token in chunk.token_ids] == alone[0].ids[0]
-    (found,) = [chunk.pixels for chunk in drawn if isinstance(chunk, ImageChunk)]
-    assert np.abs(found.astype(int) - alone[2].images[0]).max() <= 1
 
 
 # ---- the prefix cache -----------------------------------------------------------------------------------
@@ -198,6 +185,15 @@ def test_several_drawings_differ_and_the_first_is_what_one_would_be(model: Asked
     assert several.tensors.keys() == {"latents", "latents-1", "latents-2", "pixels", "pixels-1", "pixels-2"}
     assert several.result.counters["llm.flow"] == 3 * alone.result.counters["llm.flow"]
     assert several.result.counters["llm.prefill"] == 1
+
+
+def test_noise_is_drawn_from_the_seed_in_the_order_of_the_original(model: Asked) -> None:
+    generator = torch.Generator().manual_seed(7)
+    seen = torch.randn((1, 4, 10, 14), generator=generator)  # of the image's latents
+    drawn = torch.randn((6, 16), generator=generator)
+    given = draw(picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue"), seed=8)
+    by_seed = one(model, draw(picture(1), text("blue"), seed=7))
+    assert torch.equal(one(model, given).tensors["latents"], by_seed.tensors["latents"])
 
 
 def test_several_texts_have_their_own_draws_and_reasons(model: Asked) -> None:

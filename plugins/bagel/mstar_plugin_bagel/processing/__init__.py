@@ -101,11 +101,10 @@ class BagelProcessor(Processor):
             low, high = params.cfg_interval
             message = f"cfg_interval is [{low:g}, {high:g}]; the lower time comes first"
             raise RequestError(message, param="params.cfg_interval")
-        noise = Noise(request)
-        # The drawing's noise comes first, so that it is the same whatever images there are.
         height, width = self._size(request)
-        first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
+        noise = Noise(request)
         prompt = self._prompt(request, noise=noise)
+        first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
         drawings = [{"latents": _framed(one)} for one in first]
         tokens = len(drawings[0]["latents"])
         cells = _framed(preprocess.latent_positions(height, width, self.config))
@@ -306,7 +305,11 @@ class BagelProcessor(Processor):
 
 
 class Noise:
-    """A request's random numbers: given as tensors, or drawn from its seed, those of the first drawing first."""
+    """A request's random numbers: given as tensors, or drawn on the CPU from its seed, in the order of the original.
+
+    That is each image's, in order, when its latents are sampled; then the first drawing's. Further drawings have
+    generators of their own.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
