@@ -211,7 +211,9 @@ class StatesParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MediaParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`media`: none."""
+    """`media`: whether parts that were seen before are not looked at again."""
+
+    cache: bool = False
 
 
 class ChatParams(GenerateParams, frozen=True, kw_only=True, forbid_unknown_fields=True):

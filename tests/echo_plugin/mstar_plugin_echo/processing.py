@@ -42,6 +42,7 @@ from mstar.plugin import (
     TokensPart,
     VideoPart,
 )
+from mstar.plugin.media import content_key
 from mstar_plugin_echo.config import (
     BOS,
     EOS,
@@ -378,7 +379,9 @@ def encode_states(request: Request) -> Encoded:
 
 
 def encode_media(request: Request) -> Encoded:
-    return Encoded(inputs={"facts": [media_facts(part) for part in request.parts]})
+    facts = [media_facts(part) for part in request.parts]
+    keys = [content_key(one) if request.params.cache else None for one in facts]
+    return Encoded(inputs={"media": [{"facts": one, "key": key} for one, key in zip(facts, keys, strict=True)]})
 
 
 def encode_chat(request: Request) -> Encoded:
