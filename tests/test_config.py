@@ -16,12 +16,14 @@ from mstar.errors import ConfigError
 
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --quantization --device --max-model-len --max-num-seqs
---max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant
+--max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching
+--encoder-cache-bytes --batch-invariant
 --enforce-eager
 --attention-backend --compile --overlap --threads --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 --allowed-media-domains --allowed-local-media-path
---max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --media-timeout
+--max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --max-audio-duration --max-video-duration
+--limit-mm-per-prompt --media-timeout
 """.split()
 SERVER_FLAGS = """
 --host --port --log-level --max-body-bytes --client-timeout --drain-timeout --enable-metrics --api-key --allowed-origins
@@ -52,6 +54,8 @@ def test_configurations_are_frozen_and_have_working_defaults() -> None:
         ({"dtype": "int8"}, ["--dtype is int8", "bfloat16"]),
         ({"device": "gpu"}, ["--device is 'gpu'", "cuda:N"]),
         ({"request_timeout_s": float("nan")}, ["--request-timeout is nan"]),
+        ({"max_audio_duration_s": 0}, ["--max-audio-duration is 0", "at least 0.1"]),
+        ({"encoder_cache_bytes": -1}, ["--encoder-cache-bytes is -1", "at least 0"]),
         ({"max_model_len": 0}, ["--max-model-len is 0", "the model's own limit"]),
         (
             {"allowed_media_domains": ("https://a.org",)},

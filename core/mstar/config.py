@@ -87,6 +87,16 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
 
 
+def _amounts(value: Any) -> dict[str, int]:
+    """Kind of media -> how many, from a mapping or "image=3,video=1"."""
+    given = value if isinstance(value, Mapping) else _text(value).split(",")
+    pairs = given.items() if isinstance(given, Mapping) else [one.partition("=")[::2] for one in given]
+    found = {str(kind).strip(): _integer(number) for kind, number in pairs}
+    if not found.keys() <= {*MEDIA_KINDS} or len(found) < len(pairs) or min(found.values(), default=0) < 0:
+        raise ValueError(f"expected KIND=NUMBER,..., such as image=3,video=0; kinds are {', '.join(MEDIA_KINDS)}")
+    return found
+
+
 def _is_media_host(text: str) -> bool:
     try:
         return bool(_HOST.fullmatch(text) or ipaddress.ip_network(text))
@@ -155,6 +165,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
     return field(default=default, metadata=metadata, repr=not metadata["flag"].is_secret)
 
 
+MEDIA_KINDS = ("image", "audio", "video")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int4")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
@@ -195,6 +206,9 @@ class EngineConfig:
         _gib, GIB, "host memory for swapping, in GiB; 0: recompute instead", name="--swap-space", minimum=0, unit=GIB
     )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
+    encoder_cache_bytes: int = _setting(
+        _size, 256 * 1024**2, "outputs kept of media encoders, by content; 0: none", minimum=0, default_text="256MiB"
+    )
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
     enforce_eager: bool = _setting(_boolean, False, "run every method alone as written, no fused loops; slower")
     attention_backend: str = _setting(
@@ -234,6 +248,11 @@ class EngineConfig:
         _integer, 32 * 1024**2, "most pixels of an image, or of a video's frame", minimum=1, maximum=178_956_970
     )
     max_video_frames: int = _setting(_integer, 1024, "most frames that are taken of a video", minimum=1, maximum=65536)
+    max_audio_duration_s: float = _setting(_number, 3600.0, "longest sound, in seconds", minimum=0.1)
+    max_video_duration_s: float = _setting(_number, 3600.0, "longest video, in seconds", minimum=0.1)
+    limit_mm_per_prompt: Mapping[str, int] = _setting(
+        _amounts, dict, "most media of a kind in a request, as image=3,video=1,audio=2", default_text="no limit"
+    )
     media_timeout_s: float = _setting(_number, 30.0, "seconds for fetching and decoding a request's media", minimum=0.1)
 
     def __post_init__(self) -> None:

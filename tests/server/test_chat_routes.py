@@ -298,11 +298,11 @@ def test_a_stream_of_a_picture_has_previews_if_asked(client: httpx.Client) -> No
             {"messages": [{"role": "user", "content": "a", "images": [image_part(b"no")]}]},
             "messages.0.images.0.image_url.url", "no image",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "calls no tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
         ({"tool_choice": "required"}, "tool_choice", "one of none, auto"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ({"modalities": ["text", "smell"]}, "modalities.1", "one of text, image, audio"),
-        ({"modalities": ["audio"]}, "modalities", "this model gives"),
+        ({"modalities": ["image", "audio"]}, "modalities", "this model gives"),
         ({"modalities": []}, "modalities", "1"),
         ({"audio": {"format": "wav"}}, "audio", "modalities"),
         ({"temperature": -1}, "temperature", "is -1"),
@@ -606,7 +606,7 @@ def test_routes_are_listed_described_and_counted(client: httpx.Client) -> None:
     schemas = found["components"]["schemas"]
     fields = schemas["ChatRequest"]["properties"]
     assert {"messages", "think", "steps", "temperature", "max_tokens"} <= set(fields)
-    assert fields["modalities"]["anyOf"][0]["items"] == {"enum": ["text", "image"]}
+    assert fields["modalities"]["anyOf"][0]["items"] == {"enum": ["text", "image", "audio"]}
     assert schemas["ChatRequest"]["additionalProperties"] is False
     assert set(found["paths"][EDIT]["post"]["requestBody"]["content"]) == {"application/json", "multipart/form-data"}
     chat(client)

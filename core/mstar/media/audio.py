@@ -44,6 +44,12 @@ def encode_wav(samples: np.ndarray, *, sample_rate: int) -> bytes:
     return wav_header(sample_rate=sample_rate, data_bytes=len(data)) + data
 
 
+def has_audio(data: bytes, *, param: str | None = None) -> bool:
+    """Whether a file holds a sound track."""
+    with open_container(data, what="video", param=param) as container:
+        return bool(container.streams.audio)
+
+
 def decode_audio(
     data: bytes, *, max_s: float = 3600.0, budget: Budget | None = None, param: str | None = None
 ) -> tuple[np.ndarray, int]:
@@ -62,7 +68,9 @@ def decode_audio(
             rate = frame.sample_rate
             num_samples += frame.samples
             if num_samples > max_s * rate:
-                raise RequestError(f"the audio is longer than {max_s:g} s; send less", param=param)
+                message = f"{param or 'the audio'} is longer than {max_s:g} s, which is the limit; "
+                message += "send a shorter part, or raise --max-audio-duration"
+                raise RequestError(message, param=param, code="media_too_large")
             if budget is not None:
                 budget.left_s(param)
                 budget.take(4 * frame.samples * frame.layout.nb_channels, "more samples", param)

@@ -34,6 +34,7 @@ class Run:
     has_tokens: bool = False
     free_ports: tuple[str, ...] = ()
     unit: Unit | None = None
+    cache: str | None = None  # the value that holds its content key
 
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
@@ -195,6 +196,7 @@ class _Compiler:
             target=call.target,
             has_tokens=method.has_tokens,
             free_ports=tuple(p.name for p in method.inputs if p.layout == "rows" and p.shape is None),
+            cache=call.cache,
         )
 
     def _split(self, section: parts.Parallel) -> None:

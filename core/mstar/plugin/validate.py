@@ -274,6 +274,8 @@ class _Flow:
             for port in method.inputs:
                 if port.name not in call.receives:
                     self.feed(call, port, scope, at)
+            wrong = call.cache_problem(method, missing=scope.read(call.cache or "").missing)
+            at.require(not wrong, wrong)
             scope.values |= {call.outputs.get(p.name, p.name): _Value(port=p) for p in method.outputs}
 
     def wiring(self, call: parts.Call, method: parts.Method, scope: _Scope, at: _Report) -> None:

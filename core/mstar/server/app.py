@@ -40,6 +40,10 @@ from mstar.types import Chunk, ImageChunk, TensorChunk
 
 Answer = TypeVar("Answer")
 
+_OFFERED = {
+    openai.SPEECH: "read text aloud", chat.CHAT: "chat", images.GENERATIONS: "draw", images.EDITS: "change images",
+}  # fmt: skip
+"""Routes that models may have -> what a model without one does not do."""
 _LARGE_BYTES = 1 << 16  # bodies from here on are read in a thread
 
 
@@ -291,6 +295,11 @@ class Surface:
             return Response(status_code=499)  # nobody reads it
         if isinstance(error, HTTPException):  # the router's 404 and 405
             headers |= error.headers or {}
+            if error.status_code == 404 and scope["path"] in _OFFERED:
+                does, name = _OFFERED[scope["path"]], self._engine.spec.name
+                message = f"this model, {name!r}, does not {does}, so it does not serve {scope['path']}; it serves: "
+                message += f"{', '.join(('/v1/generate', *self._engine.spec.endpoints))}; see GET /v1/models"
+                return error_response(RequestError(message, status=404, code="unsupported_endpoint"), headers=headers)
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
             routes = ", ".join(route_names(self.routes))
             message = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}"

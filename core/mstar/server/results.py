@@ -23,12 +23,13 @@ from torch import Tensor
 from mstar.errors import RequestError
 from mstar.ipc.tensors import tensor_bytes
 from mstar.media import audio
-from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk, ToolCallChunk
 
 JSON, NDJSON, SAFETENSORS = "application/json", "application/x-ndjson", "application/octet-stream"
 
-Output = TextChunk | AudioChunk | ImageChunk | TensorChunk
-_KINDS = {TextChunk: "text", AudioChunk: "audio", ImageChunk: "image", TensorChunk: "tensors"}  # in a result's order
+Output = TextChunk | ToolCallChunk | AudioChunk | ImageChunk | TensorChunk
+# In a result's order: chunk -> the output it belongs to.
+_KINDS = {TextChunk: "text", ToolCallChunk: "text", AudioChunk: "audio", ImageChunk: "image", TensorChunk: "tensors"}
 
 
 class Result(Struct, kw_only=True):
@@ -82,6 +83,8 @@ def describe(chunk: Chunk) -> dict[str, Any]:
         more: dict[str, Any] = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
         more |= {"channel": chunk.channel} if chunk.channel != "answer" else {}
         return {"type": "text", "text": chunk.text, "token_ids": chunk.token_ids, **more}
+    if isinstance(chunk, ToolCallChunk):
+        return {"type": "tool_call", "name": chunk.name, "arguments": chunk.arguments}
     if isinstance(chunk, AudioChunk):
         return {"type": "audio", "sample_rate": chunk.sample_rate}
     if isinstance(chunk, ImageChunk):
@@ -113,7 +116,7 @@ def inline(chunk: Chunk, *, is_piece: bool = False) -> dict[str, Any]:
 
 
 def chunk_event(chunk: Chunk) -> bytes:
-    """A chunk as one NDJSON line: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
+    """A chunk as one NDJSON line: text, tool_call, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
     fields = describe(chunk) | inline(chunk, is_piece=True)
     if not isinstance(chunk, ProgressChunk):
         fields["index"] = chunk.index
@@ -139,8 +142,8 @@ class Outputs:
         if isinstance(chunk, ProgressChunk) or (isinstance(chunk, ImageChunk) and chunk.partial):
             return
         name = chunk.name if isinstance(chunk, TensorChunk) else getattr(chunk, "channel", "")
-        if isinstance(chunk, ImageChunk):
-            name = str(len(self._pieces))  # nothing is joined to an image
+        if isinstance(chunk, ImageChunk | ToolCallChunk):
+            name = str(len(self._pieces))  # nothing is joined to it
         self._pieces.setdefault(([*_KINDS].index(type(chunk)), chunk.index, name), []).append(chunk)
 
     def joined(self, *, indices: Iterable[int] = ()) -> list[Output]:

@@ -18,7 +18,7 @@ from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
 from mstar.server.requests import Entry, RunStep, Work, attributed, contained
 from mstar.server.results import Result, is_wanted
-from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk
+from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk, ToolCallChunk
 
 
 class TextStream:
@@ -131,6 +131,8 @@ class Decoding:
             if text.matched:  # by this very chunk: all later ones give None
                 decoded.stops.append(path)
             chunk = kept
+        if isinstance(chunk, ToolCallChunk) and index in self._texts and self._texts[index].matched:
+            return
         if isinstance(chunk, TensorChunk):
             self._sent.add(chunk.name)
         if is_wanted(self._request, chunk):

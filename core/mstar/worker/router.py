@@ -439,7 +439,7 @@ class Router:
         try:
             if work.error is not None:
                 raise work.error
-            add_counts(request.counters, op.counts)
+            add_counts(request.counters, () if work.is_cached else op.counts)
             add_counts(request.counts, work.counts.items())
             for port, value in op.outputs:
                 if port in values:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mstar.config import EngineConfig
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import MethodKey, Run
 from mstar.worker.kv_pool import KVPool, Sequence
@@ -87,6 +87,10 @@ class Scheduler:
             label=kv.label if kv is not None else "",
             total=kv.tokens if kv is not None else 0,
         )
+        if op.cache is not None and (key := cursor.env.get(op.cache)) is not None:
+            if not isinstance(key, bytes):
+                raise PluginError(f"{op.target}: its cache key {op.cache!r} is {type(key).__name__}, not bytes")
+            work.content_key = key
         if kv is not None and kv.spans is not None and inputs.get(kv.spans) is not None:
             work.spans = plain(inputs[kv.spans]).tolist()
         if op.has_tokens:
