@@ -28,6 +28,11 @@ class Golden:
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def vision_heads(self) -> int:
+        heads: int = json.loads((self.folder / "vit_config.json").read_text())["num_attention_heads"]
+        return heads
+
 
 @pytest.fixture(scope="session")
 def golden() -> Golden:

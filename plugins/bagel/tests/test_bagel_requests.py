@@ -153,6 +153,7 @@ def test_what_was_read_before_is_not_read_again_and_nothing_else_is_taken_for_it
     wires = [
         chat(image(pixels), words, **GREEDY),
         chat(image(turned), words, **GREEDY),
+        chat(image(pixels.reshape(24, 168)), words, **GREEDY),  # grey, of the same bytes
         draw(image(pixels), words),
         draw(image(pixels), words, seed=2),  # other noise
         chat(text("Look!"), image(pixels), words, **GREEDY),
