@@ -124,7 +124,8 @@ def test_a_file_is_read_with_dashes_or_underscores_and_typed_values(tmp_path: Pa
     path = written(
         tmp_path,
         "plugin: echo\nmax-num-seqs: 4\nmax_model_len: 128\nkv-cache-memory-bytes: 2MiB\nswap-space: 0.5\n"
-        "enable-prefix-caching: false\nserved-model-name: [a, b]\nset:\n  codec: /x\nport: 9000\n",
+        "enable-prefix-caching: false\nserved-model-name: [a, b]\nset:\n  codec: /x\nport: 9000\n"
+        "limit-mm-per-prompt: {image: 3, video: 0}\nencoder-cache-bytes: 0\n",
     )
     assert load_config_file(path) == {
         "plugin": "echo",
@@ -136,6 +137,8 @@ def test_a_file_is_read_with_dashes_or_underscores_and_typed_values(tmp_path: Pa
         "served_model_name": ("a", "b"),
         "parts": {"codec": Path("/x")},
         "port": 9000,
+        "limit_mm_per_prompt": {"image": 3, "video": 0},
+        "encoder_cache_bytes": 0,
     }
 
 
@@ -162,6 +165,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("a: " + "[" * 5000, ["not YAML"]),
         ("port: " + "9" * 400, ["whole number"]),
         ("swap-space: 1.0e+308", ["less than 8 EiB"]),
+        ("limit-mm-per-prompt: image", ["whole number"]),
+        ("limit-mm-per-prompt: image=-1", ["image=3,video=0", "image, audio, video"]),
+        ("limit-mm-per-prompt: {smell: 1}", ["image=3,video=0"]),
+        ("limit-mm-per-prompt: image=1,image=2", ["image=3,video=0"]),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -590,11 +590,16 @@ def test_our_client_for_asyncio_gives_the_same(url: str, client: httpx.Client) -
     assert np.array_equal(drawn[0], pixels(draw(client)["data"][0]["b64_json"])) and edited[0].shape == (8, 8, 3)
 
 
-def test_the_documented_client_chats_and_draws(url: str, client: httpx.Client) -> None:
+def test_the_documented_client_chats_draws_and_speaks(
+    url: str, client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     with mstar.Client(url) as ours:
-        exec(compile(block, "docs/serving.md", "exec"), {"client": ours, "mstar": mstar})
+        for block in blocks:
+            exec(compile(block, "docs/serving.md", "exec"), {"client": ours, "mstar": mstar, "np": np})
+    assert len(blocks) == 2 and (tmp_path / "answer.wav").stat().st_size > 44
 
 
 # ---- routes, media rules, metrics ---------------------------------------------------------------------------------

@@ -121,7 +121,8 @@ def test_the_openai_package_hears_a_stream(official: openai.OpenAI, n: int) -> N
         assert len(chunk.choices) <= 1
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-            audio: dict[str, Any] = getattr(choice.delta, "audio", None) or {}
+            given: Any = getattr(choice.delta, "audio", None)
+            audio: dict[str, Any] = {} if given is None else given.model_dump(exclude_none=True)
             sounds[choice.index] += base64.b64decode(audio.get("data", ""))
             transcripts[choice.index] += audio.get("transcript", "")
             ids[choice.index] |= {audio["id"]} if audio else set()

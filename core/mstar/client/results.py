@@ -67,7 +67,7 @@ class Result:
         return [output.text for output in self.outputs if isinstance(output, Text) and output.channel == "reasoning"]
 
     @property
-    def tool_calls(self) -> list[ToolCall]:
+    def tool_calls(self) -> list[ToolCallChunk]:
         return [output for output in self.outputs if isinstance(output, ToolCall)]
 
     @property

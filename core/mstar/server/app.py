@@ -295,15 +295,13 @@ class Surface:
             return Response(status_code=499)  # nobody reads it
         if isinstance(error, HTTPException):  # the router's 404 and 405
             headers |= error.headers or {}
-            if error.status_code == 404 and scope["path"] in _OFFERED:
-                does, name = _OFFERED[scope["path"]], self._engine.spec.name
-                message = f"this model, {name!r}, does not {does}, so it does not serve {scope['path']}; it serves: "
-                message += f"{', '.join(('/v1/generate', *self._engine.spec.endpoints))}; see GET /v1/models"
-                return error_response(RequestError(message, status=404, code="unsupported_endpoint"), headers=headers)
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
-            routes = ", ".join(route_names(self.routes))
-            message = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}"
-            error = RequestError(message, status=error.status_code)
+            routes, does = ", ".join(route_names(self.routes)), _OFFERED.get(scope["path"])
+            message, code = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}", None
+            if error.status_code == 404 and does is not None:
+                message = f"this model, {self._engine.spec.name!r}, does not {does}, so there is no {scope['path']}; "
+                message, code = f"{message}routes: {routes}", "unsupported_endpoint"
+            error = RequestError(message, status=error.status_code, code=code)
         elif not isinstance(error, RequestError):
             error = RequestError("internal error; the server's log has more", status=500)
         if error.status in (429, 503):

@@ -212,7 +212,7 @@ def _explained(
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
         known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{short(name)} is unknown{known}", param=name[:60], code="unknown_parameter")
+        return RequestError(f"{short(name)} is unknown{known}", param=name[:60] or None, code="unknown_parameter")
     if text.startswith("Invalid value") and path[-1:] == ["type"]:
         text = f"must be one of {', '.join(_tags(kind, path[:-1]) or _KINDS)}"
     elif text.startswith("Invalid enum value"):
