@@ -10,7 +10,8 @@ guidance  the default guidance against three separate forwards at every step on 
 batch     four drawings at once against one after another
 chat      two drawings beside a chat against both alone: tokens a second, the longest wait for a token, and seconds
 
-Rounds of both sides alternate. Seconds are of processor time with one thread, else of the clock. One JSON line a row.
+Both sides of guidance and batch run step by step beside each other, whichever has had less time so far. Seconds are of
+processor time with one thread, else of the clock. JSON lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ SIZES = tiny.Sizes(hidden=512, mlp=1408, layers=7, heads=8, kv_heads=2, multipli
 PROMPT = "A red fox jumps over a quiet river at dawn, in the manner of an old woodcut."
 TOLERANCE = 1e-3
 LONE_TOKENS = 60
+Timed = Generator[float, None, Tensor]
+"""Seconds of a step, one after the other; at the end latents."""
 OTHERS = ("llm.prefill", "vae.decode")
 """Methods whose time does not count: they read prompts and paint pixels."""
 
@@ -67,7 +70,8 @@ class Studio:
             config = EngineConfig(plugin="bagel", model=str(home), device="cpu", dtype="float32", max_model_len=4096)
             self.driver = DirectWorker(config)
         worker = self.driver.worker
-        self.llm, self.config, self.timesteps = worker.modules["llm"].node, worker.checkpoint.config, timesteps
+        self.llm: Any = worker.modules["llm"].node
+        self.config, self.timesteps = worker.checkpoint.config, timesteps
         self.num_parameters = sum(p.numel() for m in worker.modules.by_name.values() for p in m.node.parameters())
         self.latents: dict[str, Tensor] = {}
         self._count, self._ran = 0, ""
@@ -121,15 +125,22 @@ class Studio:
     def warm(self, side: int) -> None:
         """Compile kernels and fill caches, by short drawings."""
         timesteps, self.timesteps = self.timesteps, 3
-        self.drawn(side, [1, 2])
-        self.plainly(side, 1)
+        alternate(1, engine=lambda: self.drawn(side, [1, 2]), plain=lambda: self.plainly(side, 1))
         self.timesteps = timesteps
 
-    def drawn(self, side: int, seeds: Sequence[int]) -> tuple[float, list[Tensor]]:
-        """Seconds of denoising of several drawings at once, and their latents (N, D)."""
+    def drawn(self, side: int, seeds: Sequence[int]) -> Timed:
+        """Several drawings at once; latents (B, N, D)."""
         names = [self.draw(side, seed) for seed in seeds]
-        turns = list(self.turns())
-        return denoising(turns), [self.latents.pop(name) for name in names]
+        for turn in self.turns():
+            yield 0.0 if turn.method in OTHERS else turn.seconds
+        return torch.stack([self.latents.pop(name) for name in names])
+
+    def drawn_in_sequence(self, side: int, seeds: Sequence[int]) -> Timed:
+        """One after the other."""
+        found = []
+        for seed in seeds:
+            found.append((yield from self.drawn(side, [seed])))
+        return torch.cat(found)
 
     # ---- without the engine -----------------------------------------------------------------------------
 
@@ -148,20 +159,21 @@ class Studio:
         self.llm.llm(self.llm.llm.embed(ids), torch.arange(len(ids)), None, attend)
         return [kept, [(k[:0], v[:0]) for k, v in kept], [(k.clone(), v.clone()) for k, v in kept]]
 
-    def plainly(self, side: int, seed: int) -> tuple[float, Tensor]:
+    def plainly(self, side: int, seed: int) -> Timed:
         """`drawn` of one by a plain loop of three forwards a step."""
         how = guidance(ImageParams(num_timesteps=self.timesteps), num_images=0)
         x, cells = self.noise(side, seed), latent_positions(side, side, self.config)
         contexts = self.contexts()
-        started = clock()
         for step, (time, length) in enumerate(zip(*schedule(how.num_timesteps, how.shift), strict=True)):
+            started = clock()
             v, v_text, v_img = (self._velocity(x, cells, float(time), context) for context in contexts)
             whole = guide(
                 v, v_text if how.branches(step)[0] else None, v_img, cfg_text_scale=how.text_scale,
                 cfg_img_scale=how.img_scale, renorm_type=how.renorm_type, renorm_min=how.renorm_min,
             )  # fmt: skip
             x = x - whole * float(length)
-        return clock() - started, x
+            yield clock() - started
+        return x[None]
 
     def _velocity(self, x: Tensor, cells: Tensor, time: float, context: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One branch: x (N, D) at `cells` and `time` -> (N, D)."""
@@ -201,40 +213,42 @@ def denoising(turns: Sequence[Turn]) -> float:
 # ---- the parts ------------------------------------------------------------------------------------------
 
 
-def alternate(rounds: int, **ways: Callable[[], tuple[float, Any]]) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def alternate(rounds: int, **ways: Callable[[], Timed]) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
     """Seconds of each way in each round, and what each gave at last."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     given = {}
     for _ in range(rounds):
-        for name, way in ways.items():
-            seconds, given[name] = way()
+        running, spent = {name: way() for name, way in ways.items()}, dict.fromkeys(ways, 0.0)
+        while running:
+            name = min(running, key=lambda name: spent[name])
+            try:
+                spent[name] += next(running[name])
+            except StopIteration as end:
+                given[name] = end.value
+                del running[name]
+        for name, seconds in spent.items():
             times[name].append(seconds)
     return times, given
 
 
-def compare_guidance(studio: Studio, side: int, rounds: int) -> None:
-    def ours() -> tuple[float, Tensor]:
-        seconds, (latents,) = studio.drawn(side, [1])
-        return seconds, latents
-
-    times, given = alternate(rounds, engine=ours, three_forwards=lambda: studio.plainly(side, 1))
-    report_ways(studio, "guidance", side, times, given["engine"], given["three_forwards"])
-
-
-def compare_batch(studio: Studio, side: int, rounds: int) -> None:
-    seeds = range(4)
-
-    def in_sequence() -> tuple[float, list[Tensor]]:
-        runs = [studio.drawn(side, [seed]) for seed in seeds]
-        return sum(seconds for seconds, _ in runs), [latents for _, (latents,) in runs]
-
-    times, given = alternate(rounds, at_once=lambda: studio.drawn(side, seeds), in_sequence=in_sequence)
-    report_ways(studio, "batch", side, times, torch.stack(given["at_once"]), torch.stack(given["in_sequence"]))
+def ways_at(studio: Studio, other: Studio, side: int) -> dict[str, dict[str, Callable[[], Timed]]]:
+    """What is compared of drawings of a size: part -> two ways, each with a worker of its own."""
+    return {
+        "guidance": {
+            "engine": lambda: studio.drawn(side, [1]),
+            "three_forwards": lambda: other.plainly(side, 1),
+        },
+        "batch": {
+            "at_once": lambda: studio.drawn(side, range(4)),
+            "in_sequence": lambda: other.drawn_in_sequence(side, range(4)),
+        },
+    }
 
 
-def report_ways(
-    studio: Studio, part: str, side: int, times: dict[str, list[float]], ours: Tensor, theirs: Tensor
-) -> None:
+def compare(studio: Studio, part: str, side: int, rounds: int, **ways: Callable[[], Timed]) -> None:
+    """One line on two ways to the same latents."""
+    times, given = alternate(rounds, **ways)
+    ours, theirs = (given[name] for name in ways)
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
     line(f"bagel {part}", times, side=side, timesteps=studio.timesteps, parameters=studio.num_parameters,
          difference=float((ours - theirs).abs().max()))  # fmt: skip
@@ -242,7 +256,7 @@ def report_ways(
 
 def compare_chat(studio: Studio, side: int) -> None:
     """Two drawings without a chat, a chat before them, both, and the chat after them."""
-    without = studio.drawn(side, [1, 2])[0]
+    without = sum(studio.drawn(side, [1, 2]))
     chat, turns = studio.chat(), studio.turns()
     answer(turns, 5)
     lone = answer(turns, LONE_TOKENS)
@@ -303,16 +317,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    studio = Studio(arguments.timesteps)
-    parts = arguments.parts.split(",")
+    studio, other = (Studio(arguments.timesteps) for _ in range(2))
+    parts, rounds = arguments.parts.split(","), arguments.rounds
     with torch.inference_mode():
         for side in map(int, arguments.sides.split(",")):
             studio.warm(side)
-            if "guidance" in parts:
-                compare_guidance(studio, side, arguments.rounds)
-            if "batch" in parts:
-                compare_batch(studio, side, arguments.rounds)
-        for _ in range(arguments.rounds if "chat" in parts else 0):
+            other.warm(side)
+            for part, ways in ways_at(studio, other, side).items():
+                if part in parts:
+                    compare(studio, part, side, rounds, **ways)
+        for _ in range(rounds if "chat" in parts else 0):
             compare_chat(studio, arguments.chat_side)
 
 
