@@ -224,5 +224,6 @@ def _look(image: ImageChunk) -> dict[str, str]:
 
 
 def _usage(result: Result) -> dict[str, Any]:
-    taken, given = result.usage["prompt_tokens"], result.usage["completion_tokens"]
+    usage = result.usage
+    taken, given = usage["prompt_tokens"], usage["completion_tokens"] + usage.get("image_tokens", 0)
     return {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}

@@ -175,9 +175,12 @@ def test_generations_take_every_parameter(model: Asked, client: openai.OpenAI) -
 def test_several_generations(client: openai.OpenAI) -> None:
     def drawn(n: int) -> list[np.ndarray]:
         found = client.images.generate(prompt="a fox", size="24x16", n=n, extra_body={"seed": 7, **SMALL})  # type: ignore[call-overload]
+        told.append(found.usage.output_tokens if found.usage is not None else 0)
         return [opened(one.b64_json) for one in found.data or []]
 
+    told: list[int] = []
     several, alone = drawn(3), drawn(1)
+    assert told[0] == 3 * told[1] > 0
     assert len(several) == 3 and len({one.tobytes() for one in several}) == 3
     assert np.abs(several[0].astype(int) - alone[0]).max() <= 1
 
