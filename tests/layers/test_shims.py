@@ -47,7 +47,7 @@ def optional(tensor: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (5,), (17,), (2, 3), (40,), (2, 66)])
+@pytest.mark.parametrize("shape", [(1,), (5,), (17,), (2, 3)])
 def test_a_linear_is_the_eager_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight, bias = torch.randn(*shape, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
     plain, biased = call("linear", x, weight, None, 0), call("linear", x, weight, optional(bias), 0)

@@ -14,7 +14,6 @@ struct Given {
                            int64_t, int);
     int32_t (*draw)(const void* state, const void* logits, int32_t is_bfloat16, int64_t row_stride, int64_t num_rows,
                     const int64_t* rows, int64_t* ids, uint8_t* flags, int32_t threads);
-    void (*product)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
     int32_t (*get_data_ptr)(Tensor*, void**);
     int32_t (*get_dtype)(Tensor*, int32_t*);
     int32_t (*get_dim)(Tensor*, int64_t*);
@@ -27,7 +26,7 @@ extern "C" void set_given(const Given* values) { given = *values; }
 extern "C" int omp_get_max_threads();
 
 constexpr int32_t OK = 0, FAILED = 1, INT32 = 3, INT64 = 4, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
-constexpr int64_t SERIAL = 1 << 18, FEW = 32, MOST_DIMS = 8;  // as in linear.py
+constexpr int64_t SERIAL = 1 << 18, MOST_DIMS = 8;  // as in linear.py
 
 struct View {
     char* data;
@@ -72,8 +71,7 @@ extern "C" int32_t aoti_torch_cpu_linear(Tensor* x, Tensor* weight, Tensor** bia
     const View y(*out);
     const int64_t rows = a.size(0, a.dims - 1), width = w.sizes[0], depth = w.sizes[1];
     const int threads = rows * width * depth > SERIAL ? omp_get_max_threads() : 1;
-    auto* const multiply = a.dtype == FLOAT32 && rows > FEW ? given.product : given.linear[a.dtype == BFLOAT16];
-    multiply(a.data, w.data, b, y.data, rows, width, depth, threads);
+    given.linear[a.dtype == BFLOAT16](a.data, w.data, b, y.data, rows, width, depth, threads);
     return OK;
 }
 

@@ -116,7 +116,7 @@ def load() -> bool:
     """Make the operators known to compiled code; False where they, or our kernels, cannot be built."""
     found = kernels.library(SOURCE, mode=ctypes.RTLD_GLOBAL)
     kinds = {source: [f"{source.stem}_{dtype}" for dtype in ("float32", "bfloat16")] for source in _BY_DTYPE}
-    kinds |= {native.SOURCE: ["sampler_draw"], linear.PRODUCT: ["product_float32"]}
+    kinds[native.SOURCE] = ["sampler_draw"]
     built = {source: kernels.library(source) for source in kinds}
     if found is None or None in built.values():
         return False
