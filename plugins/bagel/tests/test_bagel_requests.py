@@ -340,6 +340,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "latents": ([text("a"), tensor("latents", torch.zeros(3, 16))], {}, r"latents is float32 \[3, 16\]; .* floats"),
     "latents of n": ([text("a"), tensor("latents", torch.zeros(6, 16))], {"n": 2}, "n is 2"),
     "noise": ([text("a"), picture(1), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "vae_noise is float32"),
+    "noise of none": ([text("a"), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "there are 0 images; tensor"),
     "ids": ([token_ids([5, 100000])], {}, "contains 100000; give ids of 0.."),
     "bias": ([text("a")], {"logit_bias": {"4000": 1.0}}, "logit_bias names token '4000'"),
     "unknown": ([text("a")], {"steps": 3}, "known: "),
