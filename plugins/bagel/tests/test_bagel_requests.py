@@ -195,6 +195,9 @@ def test_noise_is_drawn_from_the_seed_in_the_order_of_the_original(model: Asked)
     given = draw(picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue"), seed=8)
     by_seed = one(model, draw(picture(1), text("blue"), seed=7))
     assert torch.equal(one(model, given).tensors["latents"], by_seed.tensors["latents"])
+    turn = {"role": "user", "content": [picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue")]}
+    said = model.ask(messages=[turn], task="image", outputs=["tensors"], params=SMALL, seed=8)
+    assert torch.equal(said.tensors["latents"], by_seed.tensors["latents"])
 
 
 def test_several_texts_have_their_own_draws_and_reasons(model: Asked) -> None:
