@@ -149,8 +149,9 @@ class Request:
     stream: bool = False
 
     def tensor(self, name: str) -> Tensor | None:
-        """The tensor input called `name`, if it was given."""
-        return next((p.tensor for p in self.parts if isinstance(p, TensorPart) and p.name == name), None)
+        """The tensor input called `name`, if it was given, in a message too."""
+        parts = (*self.parts, *(part for message in self.messages for part in message.parts))
+        return next((p.tensor for p in parts if isinstance(p, TensorPart) and p.name == name), None)
 
 
 @dataclass(slots=True, kw_only=True)

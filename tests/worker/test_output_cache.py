@@ -158,6 +158,16 @@ def test_what_ends_or_fails_is_not_kept(odd: dict[str, Any]) -> None:
     assert answered(cache, work(b"a"))[0] == [] and cache.num_bytes == 0
 
 
+def test_what_is_not_kept_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, value = OutputCache(8), torch.zeros(2)
+    cache.keep(work(b"a"), {"y": value})
+    monkeypatch.setattr(Tensor, "clone", None)
+    cache.keep(work(b"a"), {"y": value})
+    cache.keep(work(b"large"), {"y": torch.zeros(3)})
+    cache.keep(work(b"bare"), {"y": None, "z": ["no tensor"]})
+    assert cache.num_bytes == 8 and len(cache._entries) == 1
+
+
 def test_only_whole_works_of_live_requests_are_answered() -> None:
     cache = OutputCache(100)
     cache.keep(work(b"a", counts={"seen": 2}), {"y": torch.zeros(1)})

@@ -76,6 +76,14 @@ def test_nothing_ready_waits_for_two_long_steps_in_a_row(parts: Callable[..., An
     assert max(had.values()) < 1.4 * min(had.values()) + max(seconds.values()), had
 
 
+def test_steps_that_take_no_time_are_not_long(parts: Callable[..., Any]) -> None:
+    worker = parts(max_num_batched_tokens=4, block_size=4)
+    worker.open("generate", "p" * 40, max_tokens=4)
+    worker.open("draw", "d", steps=4)
+    while (batch := worker.step(lambda batch: 0.0)) is not None:
+        assert not worker.scheduler._passed, batch.key
+
+
 def test_a_method_that_had_nothing_to_do_has_saved_no_time(parts: Callable[..., Any]) -> None:
     worker = parts(max_num_batched_tokens=4, block_size=4)
     worker.open("generate", "d", max_tokens=200)

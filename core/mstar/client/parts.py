@@ -54,6 +54,8 @@ def audio(source: Any, *, sample_rate: int | None = None) -> dict[str, Any]:
     bits.
     """
     if isinstance(source, bytes | Path | str):
+        if sample_rate is not None:
+            raise TypeError("sample_rate is for samples; a file tells its own: leave it out")
         return media("audio", source)
     samples = np.atleast_2d(np.asarray(source))
     if samples.dtype != np.int16:

@@ -14,8 +14,9 @@ _START, _END = "<tool_call>", "</tool_call>"
 class ToolCallReader:
     """Takes calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` out of one text as it comes.
 
-    What does not read as a call stays text. Blanks around calls belong to nothing. Every chunk that is fed comes out
-    with its token ids and log-probabilities, its text maybe shorter, or longer by what was held back.
+    What does not read as a call stays text. Blanks before a call, and after the last one, belong to nothing. Every
+    chunk that is fed comes out with its token ids and log-probabilities, its text maybe shorter, or longer by what was
+    held back.
 
     Example:
         reader = ToolCallReader()  # one for each output, if `request.tools`

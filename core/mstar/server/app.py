@@ -357,9 +357,10 @@ async def _bodies(handle: RequestHandle, *, form: Form, first: Chunk | None) -> 
             yield await piece(first)
         async for chunk in handle:
             yield await piece(chunk)
+        last = form.end(handle.request, result=handle.result, error=None)
     except RequestError as failure:
-        error = failure
-    yield form.end(handle.request, result=handle.result, error=error)
+        error, last = failure, form.end(handle.request, result=handle.result, error=failure)
+    yield last
     if error is not None:
         raise StreamBroken(f"request {handle.id}: {error.message}")
 

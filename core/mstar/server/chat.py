@@ -438,11 +438,8 @@ class ChatEvents(ChatForm):
         if error is not None:
             return server_sent(error_fields(self.worded(error)))
         assert result is not None
-        try:
-            for index in {*self._texts} - self._spoken:
-                _check_spoken(self._texts[index], index=index)
-        except RequestError as fault:
-            return self.end(request, result=None, error=fault)
+        for index in {*self._texts} - self._spoken:
+            _check_spoken(self._texts[index], index=index)
         events = [self._begin(index) for index in result.indices]
         for index, reason in sorted(result.indices.items()):
             if index in self._spoken:

@@ -274,7 +274,7 @@ class Form(ABC):
         """One chunk of a stream."""
 
     def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
-        """The last bytes of a stream that ended with a result or an error."""
+        """The last bytes of a stream that ended with a result or an error. Raises RequestError for what that lacks."""
         return b""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mstar.plugin.program import MethodKey
 from mstar.worker.scheduler import Batch
-from mstar.worker.state import Batched, Row, Work
+from mstar.worker.state import Batched, Row, Work, plain
 
 HITS = "cached_calls"
 """Among a request's counts: how many of its calls did not run."""
@@ -58,15 +58,13 @@ class OutputCache:
         return Batch(batch.key, works) if works else None
 
     def keep(self, work: Work, values: Mapping[str, Any]) -> None:
-        """Remember what a work has given, unless it is more than fits."""
+        """Remember what a work has given, unless it is more than fits, or no tensor: nothing would bound those."""
         if work.content_key is None or not self.max_bytes or work.error is not None or work.stop_reason is not None:
             return
-        key = (work.key, work.content_key)
-        sizes: list[int] = []
-        own = {port: _copied(value, sizes) for port, value in values.items()}
-        if key in self._entries or (num_bytes := sum(sizes)) > self.max_bytes:
+        key, num_bytes = (work.key, work.content_key), _num_bytes(values)
+        if key in self._entries or not 0 < num_bytes <= self.max_bytes:
             return
-        self._entries[key] = _Entry(own, dict(work.counts), num_bytes)
+        self._entries[key] = _Entry(_copied(values), dict(work.counts), num_bytes)
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
             self.num_bytes -= self._entries.pop(next(iter(self._entries))).num_bytes
@@ -86,13 +84,21 @@ class OutputCache:
         assert self.num_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.max_bytes
 
 
-def _copied(value: Any, sizes: list[int]) -> Any:
-    """A value with no batch behind it, whose tensors nobody else holds; their bytes are added to `sizes`."""
-    if type(value) is Row:  # stays one: a stream takes it for one item
-        return Row(Batched(_copied(value.tensor[None], sizes)), 0)
+def _num_bytes(value: Any) -> int:
+    """Of all tensors in a value."""
+    value = plain(value)
     if isinstance(value, Tensor):
-        sizes.append(value.nbytes)
+        return value.nbytes
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_num_bytes, items))
+
+
+def _copied(value: Any) -> Any:
+    """A value with no batch behind it, whose tensors nobody else holds."""
+    if type(value) is Row:  # stays one: a stream takes it for one item
+        return Row(Batched(value.tensor[None].clone()), 0)
+    if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return {name: _copied(item, sizes) for name, item in value.items()}
-    return [_copied(item, sizes) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _copied(item) for name, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value

@@ -158,7 +158,7 @@ class Scheduler:
         self._runtime_s[batch.key] = self._runtime_s.get(batch.key, 0.0) + seconds
         self._step_s[batch.key] = seconds
         self._passed |= {
-            key for key, queue in self._queues.items() if queue and _LONG * self._step_s.get(key, seconds) <= seconds
+            key for key, queue in self._queues.items() if queue and _LONG * self._step_s.get(key, seconds) < seconds
         }
         self._passed.discard(batch.key)
         self._share_s += seconds / max(1, len(self.requests))

@@ -199,6 +199,9 @@ def test_noise_is_drawn_from_the_seed_in_the_order_of_the_original(model: Asked)
     given = draw(picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue"), seed=8)
     by_seed = one(model, draw(picture(1), text("blue"), seed=7))
     assert torch.equal(one(model, given).tensors["latents"], by_seed.tensors["latents"])
+    turn = {"role": "user", "content": [picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue")]}
+    said = model.ask(messages=[turn], task="image", outputs=["tensors"], params=SMALL, seed=8)
+    assert torch.equal(said.tensors["latents"], by_seed.tensors["latents"])
 
 
 def test_several_texts_have_their_own_draws_and_reasons(model: Asked) -> None:
@@ -344,6 +347,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "latents": ([text("a"), tensor("latents", torch.zeros(3, 16))], {}, r"latents is float32 \[3, 16\]; .* floats"),
     "latents of n": ([text("a"), tensor("latents", torch.zeros(6, 16))], {"n": 2}, "n is 2"),
     "noise": ([text("a"), picture(1), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "vae_noise is float32"),
+    "noise of none": ([text("a"), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "there are 0 images; tensor"),
     "ids": ([token_ids([5, 100000])], {}, "contains 100000; give ids of 0.."),
     "bias": ([text("a")], {"logit_bias": {"4000": 1.0}}, "logit_bias names token '4000'"),
     "unknown": ([text("a")], {"steps": 3}, "known: "),
