@@ -27,8 +27,9 @@ def picture(seed: int, height: int = 40, width: int = 56) -> dict[str, Any]:
     return image(np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8))
 
 
-def draw(*inputs: dict[str, Any], seed: int = 1, **params: Any) -> GenerateRequest:
-    return ask_for(*inputs, task="image", outputs=["image", "tensors"], seed=seed, params=SMALL | params)
+def draw(*inputs: dict[str, Any], seed: int = 1, stream: bool = False, **params: Any) -> GenerateRequest:
+    outputs = ["image", "tensors"]
+    return ask_for(*inputs, task="image", outputs=outputs, seed=seed, stream=stream, params=SMALL | params)
 
 
 def chat(*inputs: dict[str, Any], seed: int = 1, **params: Any) -> GenerateRequest:
@@ -239,7 +240,7 @@ def test_log_probabilities_are_those_of_the_tokens(model: Asked) -> None:
 
 
 def test_previews_come_on_the_way(model: Asked) -> None:
-    found = one(model, draw(text("a fox"), preview_every=2, num_timesteps=8))
+    found = one(model, draw(text("a fox"), stream=True, preview_every=2, num_timesteps=8))
     images = [chunk for chunk in found.chunks if isinstance(chunk, ImageChunk)]
     assert [chunk.partial for chunk in images] == [True, True, True, False]
     assert len({chunk.pixels.tobytes() for chunk in images}) == 4
@@ -247,7 +248,7 @@ def test_previews_come_on_the_way(model: Asked) -> None:
     assert steps == [(step + 1, 7) for step in range(7)]
     plain = one(model, draw(text("a fox"), num_timesteps=8))
     torch.testing.assert_close(plain.tensors["latents"], found.tensors["latents"], atol=0, rtol=0)
-    spread = one(model, draw(text("a fox"), partial_images=2, num_timesteps=8))
+    spread = one(model, draw(text("a fox"), stream=True, partial_images=2, num_timesteps=8))
     assert sum(chunk.partial for chunk in spread.chunks if isinstance(chunk, ImageChunk)) == 2
 
 
@@ -348,6 +349,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "latents of n": ([text("a"), tensor("latents", torch.zeros(6, 16))], {"n": 2}, "n is 2"),
     "noise": ([text("a"), picture(1), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "vae_noise is float32"),
     "noise of none": ([text("a"), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "there are 0 images; tensor"),
+    "preview": ([text("a")], {"partial_images": 2}, "partial_images is 2, but previews are for streams"),
     "ids": ([token_ids([5, 100000])], {}, "contains 100000; give ids of 0.."),
     "bias": ([text("a")], {"logit_bias": {"4000": 1.0}}, "logit_bias names token '4000'"),
     "unknown": ([text("a")], {"steps": 3}, "known: "),

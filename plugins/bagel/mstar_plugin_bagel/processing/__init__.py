@@ -101,6 +101,12 @@ class BagelProcessor(Processor):
             low, high = params.cfg_interval
             message = f"cfg_interval is [{low:g}, {high:g}]; the lower time comes first"
             raise RequestError(message, param="params.cfg_interval")
+        for name in ("preview_every", "partial_images"):
+            if getattr(params, name) and not request.stream:
+                message = (
+                    f"{name} is {getattr(params, name)}, but previews are for streams; set stream, or leave it out"
+                )
+                raise RequestError(message, param=f"params.{name}")
         height, width = self._size(request)
         noise = Noise(request)
         prompt = self._prompt(request, noise=noise)
