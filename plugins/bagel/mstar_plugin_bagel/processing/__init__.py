@@ -104,6 +104,9 @@ class BagelProcessor(Processor):
         height, width = self._size(request)
         noise = Noise(request)
         prompt = self._prompt(request, noise=noise)
+        if request.tensor("vae_noise") is not None and not prompt.images:
+            message = "tensor 'vae_noise' is for the latents of an image, and there is none; leave it out, or give one"
+            raise RequestError(message, param="vae_noise")
         first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
         drawings = [{"latents": _framed(one)} for one in first]
         tokens = len(drawings[0]["latents"])
@@ -261,6 +264,9 @@ class BagelProcessor(Processor):
             yield TensorChunk("latents", value, index)
         else:
             is_partial = emission.name == "preview"
+            if not value.isfinite().all():
+                message = f"drawing {index} came to NaN or infinity; give smaller noise or scales, or --dtype float32"
+                raise RequestError(message, status=500, code="not_finite")
             yield ImageChunk(preprocess.to_uint8(value).numpy(), index, partial=is_partial)
             if not is_partial:
                 yield TensorChunk("pixels", value, index)
