@@ -124,7 +124,7 @@ def _inputs(asked: ImageRequest) -> tuple[list[native.Input], dict[str, str]]:
     images: list[str] = []
     if isinstance(asked, EditRequest):
         images = [asked.image] if isinstance(asked.image, str) else asked.image
-    names: dict[str, str] = {}
+    names = {f"inputs.{len(images)}": "prompt"}
     for number in range(len(images)):
         place = f"image.{number}" if len(images) > 1 else "image"
         names |= {f"inputs.{number}.data": place, f"inputs.{number}": place}

@@ -122,8 +122,9 @@ class Decoding:
         decoded.result = self._result(end)
 
     def _take(self, chunk: Chunk, *, path: Path, decoded: Decoded) -> None:
-        index = getattr(chunk, "index", 0)
-        self._indices.setdefault(path, index)
+        index: int = getattr(chunk, "index", -1)
+        if index >= 0:  # progress is of no output
+            self._indices.setdefault(path, index)
         if isinstance(chunk, TextChunk) and self._stops and chunk.channel == "answer":
             text = self._texts.setdefault(index, TextStream(self._stops))
             if (kept := text.feed(chunk)) is None:

@@ -132,6 +132,13 @@ def test_too_much_is_told_with_the_limit(ask: Ask, http: httpx.Client) -> None:
     assert "1024" in refused(http.post(EDIT, data={"prompt": "join"}, files=files))["message"]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_blank_prompt_is_called_prompt(ask: Ask, count: int) -> None:
+    images = {"image": [image(pixels(1))["data"]] * count} if count else {}
+    error = refused(ask(EDIT if count else DRAW, prompt=" \n", **images))
+    assert error["param"] == "prompt" and error["message"].startswith("prompt is an empty or blank text")
+
+
 def test_mistakes_found_deep_inside_are_the_clients(ask: Ask) -> None:
     part = {"type": "tensor", "name": "latents", "tensor": {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}}
     inputs = [{"type": "text", "text": "a"}]

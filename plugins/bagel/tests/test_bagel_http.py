@@ -158,6 +158,17 @@ def test_a_drawing_in_chat(model: Asked, client: openai.OpenAI) -> None:
     assert np.array_equal(opened(drawn["image_url"]["url"].partition(",")[2]), expected)
 
 
+@pytest.mark.parametrize("think", [False, True])
+def test_several_drawings_in_chat_are_as_many_choices(client: openai.OpenAI, think: bool) -> None:
+    extra = {"modalities": ["image"], **SMALL, "height": 16, "width": 24, "think": think, "think_max_tokens": 3}
+    asked: Any = {"model": "bagel", "messages": turns(text("a fox")), "n": 3, "seed": 3, "extra_body": extra}
+    choices = client.chat.completions.create(**asked).choices
+    assert [(one.index, len(one.message.model_extra["images"])) for one in choices] == [(0, 1), (1, 1), (2, 1)]
+    ended = [one for chunk in client.chat.completions.create(**asked, stream=True) for one in chunk.choices]
+    reasons = {one.index: one.finish_reason for one in ended if one.finish_reason}
+    assert reasons == {one.index: one.finish_reason for one in choices}
+
+
 def test_generations_take_every_parameter(model: Asked, client: openai.OpenAI) -> None:
     def drawn(size: str = "24x16", **extra: Any) -> np.ndarray:
         given: Any = {"seed": 7, **SMALL, **extra}

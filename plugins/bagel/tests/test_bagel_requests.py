@@ -350,6 +350,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "noise": ([text("a"), picture(1), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "vae_noise is float32"),
     "noise of none": ([text("a"), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "there are 0 images; tensor"),
     "preview": ([text("a")], {"partial_images": 2}, "partial_images is 2, but previews are for streams"),
+    "no shift": ([text("a")], {"timestep_shift": 1e-9}, "timestep_shift is 1e-09"),
     "ids": ([token_ids([5, 100000])], {}, "contains 100000; give ids of 0.."),
     "bias": ([text("a")], {"logit_bias": {"4000": 1.0}}, "logit_bias names token '4000'"),
     "unknown": ([text("a")], {"steps": 3}, "known: "),
@@ -365,6 +366,21 @@ def test_what_cannot_be_drawn_is_refused(
             *inputs, task="image", params=({"height": 16, "width": 24} if "height" not in params else {}) | params
         )
     assert caught.value.status == 400 and caught.value.param
+
+
+def test_a_drawing_that_is_no_numbers_is_an_error_and_its_neighbours_are_as_alone(model: Asked) -> None:
+    params = {"height": 16, "width": 24, "num_timesteps": 4}
+    huge = tensor("latents", torch.full((6, 16), 3e38))
+    wires = [
+        ask_for(text("a fox"), *more, task="image", outputs=["tensor:latents"], params=params)
+        for more in ([huge], [], [huge])
+    ]
+    alone = model.ask_all(wires[1])[0].tensors["latents"]
+    first, between, last = model.ask_all(*wires, abort_after={0: 99, 2: 99})
+    for error in (first, last):
+        assert isinstance(error, RequestError) and error.code == "not_finite" and "drawing 0 came to" in error.message
+    assert torch.allclose(between.tensors["latents"], alone, atol=1e-4)
+    model.assert_clean()
 
 
 def test_prompts_that_do_not_fit_are_refused(narrow: Asked) -> None:

@@ -266,6 +266,9 @@ class BagelProcessor(Processor):
             yield TensorChunk("latents", value, index)
         else:
             is_partial = emission.name == "preview"
+            if not value.isfinite().all():
+                message = f"drawing {index} came to NaN or infinity; give smaller noise or scales, or --dtype float32"
+                raise RequestError(message, status=500, code="not_finite")
             yield ImageChunk(preprocess.to_uint8(value).numpy(), index, partial=is_partial)
             if not is_partial:
                 yield TensorChunk("pixels", value, index)
