@@ -18,7 +18,7 @@ from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
 from mstar.server.requests import Entry, RunStep, Work, attributed, contained
 from mstar.server.results import Result, is_wanted
-from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk, ToolCallChunk
+from mstar.types import Chunk, Emission, Encoded, Path, ProgressChunk, Request, TensorChunk, TextChunk, ToolCallChunk
 
 
 class TextStream:
@@ -122,8 +122,8 @@ class Decoding:
         decoded.result = self._result(end)
 
     def _take(self, chunk: Chunk, *, path: Path, decoded: Decoded) -> None:
-        index = getattr(chunk, "index", None)
-        if index is not None:  # progress is of no output
+        index = getattr(chunk, "index", 0)
+        if not isinstance(chunk, ProgressChunk):  # which is of no output
             self._indices.setdefault(path, index)
         if isinstance(chunk, TextChunk) and self._stops and chunk.channel == "answer":
             text = self._texts.setdefault(index, TextStream(self._stops))
