@@ -83,6 +83,10 @@ def _file(value: Any) -> str:
     return str(Path(_text(value)).expanduser())
 
 
+def _folder(value: Any) -> str:
+    return _file(value)
+
+
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
 
@@ -155,7 +159,7 @@ class Flag:
             return HIDDEN
         if self.is_switch:
             return "on" if value else "off"
-        return str(value) if self.unit == 1 else f"{value / self.unit:g}"
+        return str(value).removesuffix(".0") if self.unit == 1 else f"{value / self.unit:g}"
 
 
 def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
@@ -218,7 +222,7 @@ class EngineConfig:
     overlap: bool = _setting(_boolean, False, "prepare the next step while this one runs; on a CPU with --compile")
     threads: int | None = _setting(
         _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
-        default_text="torch's, but of more than two cores one is left to the server",
+        default_text="torch's, but of two or more cores one is left to the server",
     )  # fmt: skip
     cuda_graphs: bool = _setting(_boolean, True, "on CUDA, replay captured graphs; off: launch every kernel")
     seed: int | None = _setting(
@@ -236,7 +240,7 @@ class EngineConfig:
         default_text="none: no URL is fetched; 'mstar run' fetches from any public host",
     )  # fmt: skip
     allowed_local_media_path: str | None = _setting(
-        _file, None, "folder below which requests may name media files", default_text="none"
+        _folder, None, "folder below which requests may name media files", default_text="none"
     )
     max_media_bytes: int = _setting(
         _size, 64 * 1024**2, "largest media file that is fetched or read", minimum=1024, default_text="64MiB"

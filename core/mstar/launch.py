@@ -204,19 +204,21 @@ async def _report(engine: Engine) -> None:
         for method in node.methods
         if method.kv is not None and method.kv.write and not method.has_tokens
     }
-    num_before = 0
+    before = (0, 0)
     while True:
         await asyncio.sleep(_REPORT_INTERVAL_S)
         state, stats = engine.state, engine.state.stats
         if state.plan is None and state.dead is None:
             logger.info("%s", state.loading)
-        if stats is not None and engine.num_active:
-            num_tokens = sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
-            rate = (num_tokens - num_before) / _REPORT_INTERVAL_S
+        if stats is None:
+            continue
+        now = stats.steps, sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
+        rates = [(number - last) / _REPORT_INTERVAL_S for number, last in zip(now, before, strict=True)]
+        before = now
+        if engine.num_active:
             kv = ", ".join(f"{name} {100 * used / max(total, 1):.0f} %" for name, (used, total) in stats.pools.items())
-            line = "running %d, waiting %d, %.1f tokens/s, KV use: %s"
-            logger.info(line, state.num_running, state.num_waiting, rate, kv or "none")
-            num_before = num_tokens
+            line = "running %d, waiting %d, %.1f batches/s, %.1f tokens/s, KV use: %s"
+            logger.info(line, state.num_running, state.num_waiting, *rates, kv or "none")
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def test_a_stream_of_a_picture_has_previews_if_asked(client: httpx.Client) -> No
         ({"tool_choice": "required"}, "tool_choice", "one of none, auto"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ({"modalities": ["text", "smell"]}, "modalities.1", "one of text, image, audio"),
-        ({"modalities": ["image", "audio"]}, "modalities", "this model gives"),
+        ({"modalities": ["image", "audio"]}, "modalities", "this model gives: "),
         ({"modalities": []}, "modalities", "1"),
         ({"audio": {"format": "wav"}}, "audio", "modalities"),
         ({"temperature": -1}, "temperature", "is -1"),
@@ -388,7 +388,8 @@ def test_every_parameter_changes_the_picture(client: httpx.Client, official: ope
 
 @pytest.mark.parametrize("size", ["20000x20000", "0x0", "-1x512", "8X8", "8x", "x8", "65x8", "8x65", "8x8x8", "", 8])
 def test_odd_sizes_are_refused(client: httpx.Client, size: Any) -> None:
-    assert error_of(client.post(DRAW, json={"prompt": "a", "size": size}))["param"] == "size"
+    error = error_of(client.post(DRAW, json={"prompt": "a", "size": size}))
+    assert error["param"] == "size" and "regex" not in error["message"]
 
 
 @pytest.mark.parametrize(

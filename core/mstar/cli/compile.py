@@ -28,7 +28,7 @@ _WITHOUT = (
 )  # fmt: skip
 
 
-@click.command("compile")
+@click.command("compile", short_help="Build beforehand what 'mstar serve --compile' needs.")
 @options.settings(config.EngineConfig, without=_WITHOUT)
 @options.config_option
 @click.option(

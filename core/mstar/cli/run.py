@@ -21,7 +21,7 @@ _SERVER_ONLY = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Answer one request without a server, into files.")
 @click.option("--request", "request_file", metavar="FILE", help="JSON request, as for POST /v1/generate; -: stdin")
 @click.option("--text", help="instead of --request: a request with this text, after what these name:")
 @click.option("--image", "images", multiple=True, metavar="FILE|URL", help="an image; repeatable")

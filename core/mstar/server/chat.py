@@ -220,7 +220,8 @@ def _task(spec: ModelSpec, *, outputs: list[str], messages: list[ChatMessage], c
     """The first chat task that gives these outputs, if there is one of those that take all parts."""
     found = [name for name, task in chat_tasks(spec).items() if {*outputs} <= {*task.outputs}]
     if not found:
-        known = "; ".join(", ".join(task.outputs) for task in chat_tasks(spec).values())
+        tasks = chat_tasks(spec).values()
+        known = " or ".join(", ".join(name for name in task.outputs if name != "tensors") for task in tasks)
         raise RequestError(f"modalities are {', '.join(outputs)}; this model gives: {known}", param="modalities")
     found = (calls_tools and [name for name in found if spec.tasks[name].tools]) or found
     kinds = {part.__struct_config__.tag for message in messages for part in message.parts}

@@ -7,6 +7,7 @@ nothing about HTTP.
 from __future__ import annotations
 
 import io
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -170,7 +171,9 @@ class Outputs:
         folder.mkdir(parents=True, exist_ok=True)
         text, files = self._with_files(result)
         safetensors.torch.save_file(files.tensors, folder / "tensors.safetensors")
-        for name, data in (files.media | {"result.json": msgspec.json.format(text, indent=2) + b"\n"}).items():
+        shown = msgspec.json.format(text, indent=2)
+        shown = re.sub(rb"\[\n[-+.eE\d,\s]+\]", _on_one_line, shown)  # a string of JSON has no raw newline
+        for name, data in (files.media | {"result.json": shown + b"\n"}).items():
             (folder / name).write_bytes(data)
 
     def _with_files(self, result: Result) -> tuple[bytes, _Files]:
@@ -212,6 +215,10 @@ class _Files:
         suffix, data = encode_media(chunk)
         self.media[f"{name}.{suffix}"] = data
         return {"file": f"{name}.{suffix}", "tensor": tensor}
+
+
+def _on_one_line(numbers: re.Match[bytes]) -> bytes:
+    return b"[" + b" ".join(numbers[0][1:-1].split()) + b"]"
 
 
 def _join(pieces: list[Any]) -> Output:
