@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,7 +36,7 @@ from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead
 from mstar.layers import kernels, shims
-from mstar.observe import progress
+from mstar.observe import printable, progress
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.loader import LoadedPlugin
@@ -48,7 +49,7 @@ from mstar.server.guard import Connection
 from mstar.server.native import GenerateRequest, check_known, check_request, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
-from mstar.types import ProgressChunk, TensorChunk
+from mstar.types import ProgressChunk, TensorChunk, TextChunk
 from mstar.worker.compiled import Compilation, Progress
 from mstar.worker.finish import described
 from mstar.worker.worker import Worker
@@ -391,5 +392,8 @@ async def _run(
                 logger.info("drew %s", ", ".join(path.name for path in drawn) or "nothing: there is nothing to see")
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
+        for chunk in outputs.joined():
+            if isinstance(chunk, TextChunk) and chunk.channel == "answer":
+                sys.stdout.write(printable(chunk.text) + "\n")
         logger.info("%s after %.2f s: wrote %s", handle.result.finish_reason, handle.result.timings["total_s"], out)
     return 0

@@ -52,7 +52,7 @@ def run(
     audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None,
     params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
-    """Answer one request and write result.json, tensors.safetensors and media files."""
+    """Answer one request: print its text, and write result.json, tensors.safetensors and media files."""
     if num_frames is not None and not videos:
         raise click.UsageError("--num-frames chooses frames of a --video; there is none")
     sampling = {} if num_frames is None else {"num_frames": num_frames}
