@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -295,7 +296,18 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
         logger.info("Starting mstar server on %s://%s:%d", scheme, shown, listener.getsockname()[1])
         server = Server(app, engine, config=server_config)
         await server.serve(sockets=[listener])
-        return 1 if server.force_exit or server.is_cut else 0
+        code = 1 if server.force_exit or server.is_cut else 0
+    if engine.is_abandoned:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process at once: Python would unwind a worker that still is in a kernel, and C++ abort for it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Server(uvicorn.Server):
