@@ -1,0 +1,1 @@
+"""Fills the networks from a checkpoint, strictly: a missing, unexpected or misshapen tensor is an error."""
