@@ -1,4 +1,4 @@
-"""Sizes and settings of the decoders of thinker and talker. Imports no torch."""
+"""Sizes and settings of decoders, as config.json spells them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from mstar_plugin_qwen3_omni.config.fields import Fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A sparse MLP.
+    """Sizes and settings of a sparse MLP.
 
     Args:
-        num_chosen: experts of a token.
         shared_size: inner width of the shared expert; 0: there is none.
         normalised: whether the weights of the chosen experts are made to add up to 1.
     """
@@ -21,20 +20,19 @@ class MoEConfig:
     num_experts: int
     num_chosen: int
     expert_size: int
-    shared_size: int
-    normalised: bool
+    shared_size: int = 0
+    normalised: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder.
+    """Sizes and settings.
 
     Args:
-        moe: None: all layers are dense.
-        dense_layers: those with a plain MLP of `intermediate_size`.
+        moe: of the layers that have experts; None: there are none.
         sections: frequencies (time, height, width) of M-RoPE; height and width take every third from the second and
             third on, time the others.
-        max_positions: tokens it was made for.
+        dense_layers: those with a plain MLP of `intermediate_size`.
     """
 
     hidden_size: int
@@ -43,69 +41,81 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
     moe: MoEConfig | None
-    dense_layers: tuple[int, ...]
     sections: tuple[int, int, int]
-    rms_norm_eps: float
-    rope_theta: float
-    attention_bias: bool
-    max_positions: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    attention_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
 
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
 
 
-def read_decoder(fields: Fields, *, speaks: bool) -> DecoderConfig:
-    """From a `text_config`; `speaks`: the talker's, whose layers are all sparse, with a shared expert."""
-    fields.require("hidden_act", "silu", "the MLPs here have no other activation")
+def read_decoder(fields: Fields, *, shared_expert: bool = False) -> DecoderConfig:
+    """The decoder of a `text_config`. Raises ConfigError for what it cannot do.
+
+    Args:
+        shared_expert: whether its sparse layers have one.
+    """
+    fields.require("hidden_act", "silu", "the activation is fixed here")
+    fields.require("use_qk_norm", True, "queries and keys are always normalised here")
     fields.require("use_sliding_window", False, "attention here has no window")
-    heads, layers = fields.whole("num_attention_heads"), fields.whole("num_hidden_layers")
-    kv_heads = fields.whole("num_key_value_heads", heads)
+    fields.require("sliding_window", None, "attention here has no window")
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    kv_heads, layers = fields.whole("num_key_value_heads", heads), fields.whole("num_hidden_layers")
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
-    head_dim = fields.whole("head_dim", fields.whole("hidden_size") // heads)
-    moe = _moe(fields, speaks=speaks)
-    step = fields.whole("decoder_sparse_step", 1)
-    dense = () if speaks else fields.wholes("mlp_only_layers", ())
-    rope = fields.part("rope_parameters", fields.part("rope_scaling", {}).values)
-    for name in ("rope_type", "type"):
-        rope.require(name, "default", "frequencies are not scaled here")
-    sections = rope.wholes("mrope_section", (24, 20, 20), count=3)
-    if sum(sections) != head_dim // 2:
-        raise rope.refuse("mrope_section", f"it must add up to half of head_dim ({head_dim})")
+    head_dim = fields.whole("head_dim", hidden // heads)
+    rope = _rope(fields)
+    moe = _moe(fields, hidden_size=hidden, shared_expert=shared_expert)
+    step, plain = fields.whole("decoder_sparse_step", 1), fields.wholes("mlp_only_layers", (), least=0)
+    dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
     return DecoderConfig(
-        hidden_size=fields.whole("hidden_size"),
-        intermediate_size=fields.whole("intermediate_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.whole("intermediate_size", 4 * hidden),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=fields.whole("vocab_size"),
         moe=moe,
-        dense_layers=tuple(n for n in range(layers) if n in dense or (not speaks and (n + 1) % step)),
-        sections=(sections[0], sections[1], sections[2]),
+        sections=_sections(rope),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=fields.number("rope_theta", rope.number("rope_theta", 1e6)),
+        rope_theta=fields.number("rope_theta", rope.number("rope_theta", 1_000_000.0)),
         attention_bias=fields.flag("attention_bias", False),
-        max_positions=fields.whole("max_position_embeddings", 65536),
+        dense_layers=dense if moe is not None else (),
     )
 
 
-def _moe(fields: Fields, *, speaks: bool) -> MoEConfig | None:
-    experts = fields.whole("num_experts", 128, least=0)
-    if not experts:
-        if speaks:
-            raise fields.refuse("num_experts", "all layers of a talker are sparse")
+def _rope(fields: Fields) -> Fields:
+    """Its `rope_scaling`, or `rope_parameters` as newer files say."""
+    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling", {})
+    for name in ("rope_type", "type"):
+        rope.require(name, "default", "frequencies are not scaled here")
+    for name in ("interleaved", "mrope_interleaved"):
+        rope.require(name, True, "axes take turns by frequency here")
+    return rope
+
+
+def _sections(rope: Fields) -> tuple[int, int, int]:
+    sections = rope.wholes("mrope_section", (24, 20, 20), least=0)
+    if len(sections) != 3:
+        raise rope.refuse("mrope_section", "expected three counts: of time, height and width")
+    return (sections[0], sections[1], sections[2])
+
+
+def _moe(fields: Fields, *, hidden_size: int, shared_expert: bool) -> MoEConfig | None:
+    count = fields.whole("num_experts", 0, least=0)
+    if not count:
         return None
-    chosen = fields.whole("num_experts_per_tok", 6 if speaks else 8)
-    if chosen > experts:
-        raise fields.refuse("num_experts_per_tok", f"there are num_experts ({experts}) experts")
+    chosen = fields.whole("num_experts_per_tok")
+    if chosen > count:
+        raise fields.refuse("num_experts_per_tok", f"there are {count} experts (num_experts)")
     return MoEConfig(
-        hidden_size=fields.whole("hidden_size"),
-        num_experts=experts,
+        hidden_size=hidden_size,
+        num_experts=count,
         num_chosen=chosen,
         expert_size=fields.whole("moe_intermediate_size"),
-        shared_size=fields.whole("shared_expert_intermediate_size") if speaks else 0,
-        normalised=fields.flag("norm_topk_prob", True),
+        shared_size=fields.whole("shared_expert_intermediate_size") if shared_expert else 0,
+        normalised=fields.flag("norm_topk_prob", not shared_expert),  # left out, the two kinds differ
     )

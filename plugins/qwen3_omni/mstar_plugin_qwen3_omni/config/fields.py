@@ -1,4 +1,4 @@
-"""Fields of JSON files, each checked as it is read. Imports no torch."""
+"""Fields of JSON files, each checked as it is read; what is wrong is named with its file, value and a remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 from mstar.errors import ConfigError
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises ConfigError."""
+def read_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object of a JSON file; {} for an `optional` one that is not there."""
+    if optional and not path.exists():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; download it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found a {type(content).__name__}")
@@ -23,7 +25,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of one object of a JSON file; null is as good as absent."""
+    """The fields of one object. A field that is null is one that is left out."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
         self.values = values
@@ -32,6 +34,9 @@ class Fields:
 
     def refuse(self, name: str, problem: str, remedy: str = "correct it") -> ConfigError:
         return ConfigError(f"{self.path}: {self.prefix}{name} is {self.values.get(name)!r}; {problem}: {remedy}")
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
 
     def value(self, name: str, default: Any = None) -> Any:
         value = self.values.get(name)
@@ -52,10 +57,10 @@ class Fields:
             raise self.refuse(name, f"expected a whole number of at least {least}")
         return value
 
-    def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
-            raise self.refuse(name, f"expected a number above {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.refuse(name, "expected a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
@@ -64,16 +69,24 @@ class Fields:
             raise self.refuse(name, "expected true or false")
         return value
 
-    def wholes(
-        self, name: str, default: tuple[int, ...] | None = None, *, count: int | None = None, least: int = 0
-    ) -> tuple[int, ...]:
+    def wholes(self, name: str, default: tuple[int, ...] | None = None, *, least: int = 1) -> tuple[int, ...]:
         value = self.value(name, default)
-        wanted = f"{count} whole numbers" if count else "a list of whole numbers"
-        if not isinstance(value, list | tuple) or (count and len(value) != count):
-            raise self.refuse(name, f"expected {wanted}")
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < least for one in value):
-            raise self.refuse(name, f"expected {wanted} of at least {least}")
+        is_list = isinstance(value, list | tuple)
+        if not is_list or any(isinstance(one, bool) or not isinstance(one, int) or one < least for one in value):
+            raise self.refuse(name, f"expected a list of whole numbers of at least {least}")
         return tuple(value)
+
+    def numbers(self, name: str, default: tuple[float, ...], *, count: int) -> tuple[float, ...]:
+        value = self.value(name, default)
+        is_list = isinstance(value, list | tuple) and len(value) == count
+        if not is_list or any(isinstance(one, bool) or not isinstance(one, int | float) for one in value):
+            raise self.refuse(name, f"expected {count} numbers")
+        return tuple(map(float, value))
+
+    def choice(self, name: str, known: tuple[str, ...], default: str | None = None) -> str:
+        if self.text(name, default) not in known:
+            raise self.refuse(name, f"known: {', '.join(known)}", "use another checkpoint")
+        return self.text(name, default)
 
     def part(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
         value = self.value(name, default)
