@@ -196,7 +196,9 @@ def _vision(fields: Fields) -> VisionConfig:
         raise fields.refuse("num_position_embeddings", "expected a square number")
     taps = fields.wholes("deepstack_visual_indexes", (8, 16, 24), least=0)
     if sorted(set(taps)) != list(taps) or max(taps, default=0) >= layers:
-        raise fields.refuse("deepstack_visual_indexes", f"expected rising indices of layers, of which there are {layers}")
+        raise fields.refuse(
+            "deepstack_visual_indexes", f"expected rising indices of layers, of which there are {layers}"
+        )
     rope = fields.part("rope_parameters", {})
     rope.require("rope_type", "axial", "frequencies are not scaled here")
     return VisionConfig(
