@@ -1,1 +1,1 @@
-"""Fills the networks from a checkpoint, strictly: a missing, unexpected or misshapen tensor is an error."""
+"""Fills the networks from a checkpoint, strictly: a tensor that is missing, unexpected or misshapen is an error."""
