@@ -18,7 +18,7 @@ LONGEST = 200
 
 
 def fitted_size(height: int, width: int, *, unit: int, pixels: tuple[int, int]) -> tuple[int, int]:
-    """Height and width that a picture is resized to: multiples of `unit`, within (fewest, most) pixels, of like shape."""
+    """Height and width that a picture is resized to: multiples of `unit`, (fewest, most) pixels, of like shape."""
     fewest, most = pixels
     fitted = round(height / unit) * unit, round(width / unit) * unit
     if math.prod(fitted) > most:
