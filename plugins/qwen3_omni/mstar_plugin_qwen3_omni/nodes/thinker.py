@@ -149,7 +149,7 @@ class ThinkerNode(Node):
         heard: list[Media],
     ) -> dict[str, Tensor]:
         """As `prefill`, with what enters the layer that speech is made from: taps (T, hidden)."""
-        return {"taps": self._read(ctx, ids, seen, heard, tap=self.config.speech.accept_layer)}
+        return {"taps": self._read(ctx, ids, seen, heard, tap=self.config.speech.talker.tap)}
 
     def _read(self, ctx: Context, ids: Tensor, seen: list[Media], heard: list[Media], *, tap: int | None) -> Tensor:
         media = None
