@@ -14,6 +14,7 @@ from typing import Any
 from mstar.errors import ConfigError
 from mstar_plugin_qwen3_omni.config.fields import Fields, read_object
 from mstar_plugin_qwen3_omni.config.media import PictureConfig, SoundConfig, read_pictures, read_sound
+from mstar_plugin_qwen3_omni.config.speech import SpeechConfig, read_speech
 from mstar_plugin_qwen3_omni.config.thinker import ThinkerConfig, read_thinker
 
 CHECKPOINT = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
@@ -36,6 +37,7 @@ class OmniConfig:
 
     Args:
         folder: with the tokenizer's files.
+        speech: None where the checkpoint does not speak.
         stops: ids that end an answer.
         chat_template: Jinja, of messages to a prompt.
         generation: its generation_config.json, or {}.
@@ -44,6 +46,7 @@ class OmniConfig:
 
     folder: Path
     thinker: ThinkerConfig
+    speech: SpeechConfig | None
     turns: TurnTokens
     stops: tuple[int, ...]
     pictures: PictureConfig
@@ -102,6 +105,7 @@ def _build(
     return OmniConfig(
         folder=fields.path.parent,
         thinker=thinker,
+        speech=read_speech(fields),
         turns=turns,
         stops=_stops(generation, end=turns.end),
         pictures=read_pictures(media, thinker.vision, video=video),
@@ -162,6 +166,29 @@ RELEASE: Mapping[str, Any] = json.loads(
         "position_id_per_seconds": 13, "audio_token_id": 151675, "image_token_id": 151655, "video_token_id": 151656,
         "audio_start_token_id": 151669, "audio_end_token_id": 151670, "vision_start_token_id": 151652,
         "vision_end_token_id": 151653
-    }
+    },
+    "talker_config": {
+        "accept_hidden_layer": 24, "num_code_groups": 16, "thinker_hidden_size": 2048,
+        "codec_pad_id": 2148, "codec_bos_id": 2149, "codec_eos_token_id": 2150, "codec_nothink_id": 2155,
+        "codec_think_bos_id": 2156, "codec_think_eos_id": 2157,
+        "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
+        "text_config": {
+            "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 3072, "max_position_embeddings": 65536,
+            "num_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 384, "norm_topk_prob": true,
+            "shared_expert_intermediate_size": 768,
+            "rope_theta": 1000000, "rope_scaling": {"mrope_section": [24, 20, 20], "interleaved": true}
+        },
+        "code_predictor_config": {
+            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "num_code_groups": 16
+        }
+    },
+    "code2wav_config": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "codebook_size": 2048, "num_quantizers": 16, "sliding_window": 72,
+        "decoder_dim": 1536, "upsample_rates": [8, 5, 4, 3], "upsampling_ratios": [2, 2]
+    },
+    "tts_pad_token_id": 151671, "tts_bos_token_id": 151672, "tts_eos_token_id": 151673
 }"""
 )
