@@ -15,14 +15,13 @@ from mstar.layers.sampling import logprobs
 from mstar.plugin.nodes import Context, KVLayout, Node, Plan, Sampler, Task
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.config import OmniConfig
+from mstar_plugin_qwen3_omni.graph import MOST_LOGPROBS
 from mstar_plugin_qwen3_omni.modeling.audio import AudioEncoder
 from mstar_plugin_qwen3_omni.modeling.pictures import normalised
 from mstar_plugin_qwen3_omni.modeling.thinker import Spliced, Thinker
 from mstar_plugin_qwen3_omni.modeling.vision import VisionEncoder
 from mstar_plugin_qwen3_omni.weights import thinker as weights
 
-MOST_LOGPROBS = 20
-"""Likeliest tokens told beside the one drawn."""
 Media = list[Tensor] | None
 
 
@@ -175,10 +174,11 @@ class ThinkerNode(Node):
     def decode(self, ctx: Context, last: Tensor) -> dict[str, Tensor]:
         """last (B,), each sequence's newest token -> the token drawn after it, twice: `finish_decode` lets out text."""
         token = ctx.sample("main", self._logits(ctx, last))
-        return {"last": token, "text": token}
+        return {"last": token, "text": token, "words": token}
 
     def finish_decode(self, tasks: Sequence[Task], outputs: dict[str, Tensor]) -> dict[str, list[Tensor | None]]:
-        return {"text": list(self._let_out(tasks, outputs["last"], outputs["text"]))}
+        text = list(self._let_out(tasks, outputs["last"], outputs["text"]))
+        return {"text": text, "words": _spoken(tasks, text)}
 
     def score(self, ctx: Context, last: Tensor) -> dict[str, Tensor]:
         """As `decode`, with log-probabilities: scored (B, 2 + 2 * MOST_LOGPROBS).
@@ -189,12 +189,16 @@ class ThinkerNode(Node):
         token = ctx.sample("main", logits)
         own, ids, best = logprobs(logits, token, MOST_LOGPROBS)
         scored = torch.cat([token[:, None], own[:, None], ids, best], dim=1).double()
-        return {"last": token, "text": token, "scored": scored}
+        return {"last": token, "text": token, "words": token, "scored": scored}
 
     def finish_score(self, tasks: Sequence[Task], outputs: dict[str, Tensor]) -> dict[str, list[Tensor | None]]:
         text = list(self._let_out(tasks, outputs["last"], outputs["text"]))
         rows = zip(text, outputs["scored"], strict=True)
-        return {"text": text, "scored": [None if token is None else row for token, row in rows]}
+        return {
+            "text": text,
+            "words": _spoken(tasks, text),
+            "scored": [None if token is None else row for token, row in rows],
+        }
 
     def _logits(self, ctx: Context, last: Tensor) -> Tensor:
         hidden, _ = self.thinker(last, ctx.positions, ctx.kv.attend, invariant=ctx.row_multiple > 1)
@@ -209,3 +213,9 @@ class ThinkerNode(Node):
             else:
                 task.count("completion_tokens")
             yield None if is_end else value
+
+
+def _spoken(tasks: Sequence[Task], text: list[Tensor | None]) -> list[Tensor | None]:
+    """What of a text goes to the talker. The authors' code leaves out the token at which a limit cuts it."""
+    is_cut = [t.iteration + 1 == t.fields["max_tokens"] and not t.params.speak_last_token for t in tasks]
+    return [None if cut or token is None else token for cut, token in zip(is_cut, text, strict=True)]
