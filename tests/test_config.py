@@ -21,7 +21,8 @@ ENGINE_FLAGS = """
 --attention-backend --compile --overlap --threads --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 --allowed-media-domains --allowed-local-media-path
---max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --media-timeout
+--max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --max-audio
+--limit-mm-per-prompt --media-timeout
 """.split()
 SERVER_FLAGS = """
 --host --port --log-level --max-body-bytes --client-timeout --drain-timeout --enable-metrics --api-key --allowed-origins

@@ -103,6 +103,18 @@ def _parts(value: Any) -> dict[str, Path]:
     return parts
 
 
+def _counts(value: Any) -> dict[str, int]:
+    """Kind -> number, from a mapping or a list of "kind=N", several of which may stand together with commas."""
+    if isinstance(value, Mapping):
+        pairs = [(str(kind), count) for kind, count in value.items()]
+    else:
+        pairs = [one.partition("=")[::2] for item in _names(value) for one in item.split(",")]
+    counts = {kind.strip(): _integer(count) for kind, count in pairs}
+    if len(counts) < len(pairs) or min(counts.values(), default=0) < 0 or not counts.keys() <= set(MEDIA):
+        raise ValueError(f"expected kind=N, each kind once; kinds are {', '.join(MEDIA)}, and N is at least 0")
+    return counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """How a field is spelt, explained, read and limited.
@@ -137,7 +149,7 @@ class Flag:
 
     @property
     def is_repeatable(self) -> bool:
-        return self.parse in (_names, _parts)
+        return self.parse in (_names, _parts, _counts)
 
     def shown(self, value: Any) -> str:
         """A field's value as an operator would write it."""
@@ -158,6 +170,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int4")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
+MEDIA = ("image", "audio", "video")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KV_CACHE_DEFAULT = "on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory"
 
@@ -234,6 +247,10 @@ class EngineConfig:
         _integer, 32 * 1024**2, "most pixels of an image, or of a video's frame", minimum=1, maximum=178_956_970
     )
     max_video_frames: int = _setting(_integer, 1024, "most frames that are taken of a video", minimum=1, maximum=65536)
+    max_audio_s: float = _setting(_number, 3600.0, "most seconds of a sound", minimum=0.001)
+    limit_mm_per_prompt: Mapping[str, int] = _setting(
+        _counts, dict, "most media parts of a kind in a request, as image=4,video=1; repeatable", default_text="none"
+    )
     media_timeout_s: float = _setting(_number, 30.0, "seconds for fetching and decoding a request's media", minimum=0.1)
 
     def __post_init__(self) -> None:

@@ -73,8 +73,37 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
+    """Frames of a clip.
+
+    Args:
+        duration_s: of the whole clip.
+        sound: its first audio stream, where the task wants it and the clip has one.
+    """
+
     frames: np.ndarray  # uint8 (T, H, W, 3), RGB, upright
     timestamps: np.ndarray  # float32 (T,): seconds since the clip's first frame
+    duration_s: float = 0.0
+    sound: AudioPart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRate:
+    """Which frames of a clip are usually taken: `fps` a second, within limits, the first and the last among them.
+
+    Args:
+        least, most: frames; never more than the clip has.
+        multiple: of which the number is one, where there are that many.
+    """
+
+    fps: float
+    least: int = 1
+    most: int
+    multiple: int = 1
+
+    def count(self, *, total: int, duration_s: float) -> int:
+        """How many of a clip's frames."""
+        wanted = min(max(duration_s * self.fps, self.least), self.most, total)
+        return max(int(wanted / self.multiple) * self.multiple, min(self.multiple, total))
 
 
 Part = TextPart | TokensPart | TensorPart | AudioPart | ImagePart | VideoPart

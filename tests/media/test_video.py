@@ -14,7 +14,7 @@ from mstar.errors import RequestError
 from mstar.media.audio import decode_audio, encode_wav
 from mstar.media.policy import Budget, MediaPolicy
 from mstar.media.video import Sampling, decode_video
-from mstar.types import VideoPart
+from mstar.types import FrameRate, VideoPart
 
 OPEN_GROUPS = {"x265-params": "open-gop=1:keyint=12:log-level=none"}
 KINDS: dict[str, dict[str, Any]] = {
@@ -218,3 +218,11 @@ def test_a_clip_of_unstated_frames_is_as_long_as_the_task_usually_takes(frames: 
     picked = Sampling(usual=(8, 4)).pick(times, budget=budget, param="inputs.0")
     assert picked.tolist() == np.linspace(0, frames - 1, count, dtype=int).tolist()
     assert len(Sampling(num_frames=1, usual=(8, 4)).pick(times, budget=budget, param="inputs.0")) == 1
+
+
+def test_frames_usually_taken_follow_the_clock_within_limits() -> None:
+    usual = FrameRate(fps=2.0, least=4, most=10, multiple=2)
+    assert len(decode(usual=usual).frames) == 10 and decode(usual=usual).duration_s == pytest.approx(6.0)
+    assert greys(decode(usual=FrameRate(fps=1.0, most=768, multiple=2))) == [0, 12, 24, 35, 47, 59]
+    counts = {(60, 6.0): 10, (60, 4.0): 8, (60, 2.4): 4, (60, 0.1): 4, (3, 0.3): 2, (1, 0.1): 1, (2, 9.0): 2}
+    assert {case: usual.count(total=case[0], duration_s=case[1]) for case in counts} == counts

@@ -44,14 +44,23 @@ def encode_wav(samples: np.ndarray, *, sample_rate: int) -> bytes:
     return wav_header(sample_rate=sample_rate, data_bytes=len(data)) + data
 
 
+def holds_sound(data: bytes, *, param: str | None = None) -> bool:
+    """Whether a file has an audio stream. Raises RequestError for what is no media file."""
+    with open_container(data, what="video", param=param) as container:
+        return bool(container.streams.audio)
+
+
 def decode_audio(
     data: bytes, *, max_s: float = 3600.0, budget: Budget | None = None, param: str | None = None
 ) -> tuple[np.ndarray, int]:
     """Samples (channels, n) as float32 and the sample rate of an audio file of any common format.
 
-    Raises RequestError for what is no audio file, holds no samples, is longer than `max_s` seconds, or is more than the
-    budget has left.
+    Args:
+        max_s: most seconds; with a budget, that of its policy.
+
+    Raises RequestError for what is no audio file, holds no samples, is longer, or is more than the budget has left.
     """
+    max_s = max_s if budget is None else budget.policy.max_audio_s
     blocks: list[np.ndarray] = []
     num_samples, rate = 0, 0
     with open_container(data, what="audio", param=param) as container:
@@ -62,7 +71,10 @@ def decode_audio(
             rate = frame.sample_rate
             num_samples += frame.samples
             if num_samples > max_s * rate:
-                raise RequestError(f"the audio is longer than {max_s:g} s; send less", param=param)
+                message = (
+                    f"{param or 'the audio'} is longer than {max_s:g} s, the limit; send less, or raise --max-audio"
+                )
+                raise RequestError(message, param=param, code="media_too_large")
             if budget is not None:
                 budget.left_s(param)
                 budget.take(4 * frame.samples * frame.layout.nb_channels, "more samples", param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mstar.media import audio
@@ -36,12 +37,16 @@ class MediaReader:
         with self.budget.decoding(param):
             return AudioPart(*audio.decode_audio(data, budget=self.budget, param=param))
 
-    def video(self, source: str, *, sampling: Sampling, param: str) -> VideoPart:
-        """A video part."""
+    def video(self, source: str, *, sampling: Sampling, param: str, with_sound: bool = False) -> VideoPart:
+        """A video part. `with_sound`: with what its first audio stream holds, if there is one."""
         sampling.check(param=param)
         data = self._bytes(source, param)
         with self.budget.decoding(f"{param}.data"):
-            return decode_video(data, sampling=sampling, budget=self.budget, param=param)
+            part = decode_video(data, sampling=sampling, budget=self.budget, param=param)
+            if with_sound and audio.holds_sound(data, param=f"{param}.data"):
+                sound = AudioPart(*audio.decode_audio(data, budget=self.budget, param=f"{param}.data"))
+                return replace(part, sound=sound)
+            return part
 
     def _bytes(self, source: str, param: str) -> bytes:
         return read_source(source, budget=self.budget, base=self._base, param=f"{param}.data")

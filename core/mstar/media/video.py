@@ -14,7 +14,7 @@ import numpy as np
 from mstar.errors import RequestError
 from mstar.media.container import open_container
 from mstar.media.policy import Budget
-from mstar.types import VideoPart
+from mstar.types import FrameRate, VideoPart
 
 _MAX_PACKETS = 1 << 18  # about two hours
 # Codecs whose key frames need nothing before them; of others, and of what is irregular, everything is decoded.
@@ -32,13 +32,13 @@ class Sampling:
         num_frames: `np.linspace(0, frames of the clip - 1, num_frames)`, rounded down.
         frame_indices: these, in this order, counted from 0 as they are shown.
         usual: (most, multiple): as `num_frames`, the largest multiple within the clip and `most`; of a clip with no
-            more frames than `multiple`, all.
+            more frames than `multiple`, all. Or so many a second, evenly spread and rounded to the nearest frames.
     """
 
     fps: float | None = None
     num_frames: int | None = None
     frame_indices: Sequence[int] | None = None
-    usual: tuple[int, int] | None = None
+    usual: tuple[int, int] | FrameRate | None = None
 
     def check(self, *, param: str) -> None:
         """Raises RequestError if two are given. `param` is the part's."""
@@ -65,11 +65,12 @@ class Sampling:
                 message = f"{param}.num_frames is {count}; the clip has {total} frames; ask for at most as many"
                 raise RequestError(message, param=f"{param}.num_frames")
         elif self.fps is not None:
-            length_s = times[-1] * total / max(total - 1, 1)
-            count, name = max(1, int(length_s * self.fps + 1e-6)), "fps"
+            count, name = max(1, int(_duration_s(times) * self.fps + 1e-6)), "fps"
         else:
             count, name = total, "data"
-            if self.usual is not None:
+            if isinstance(self.usual, FrameRate):
+                count = self.usual.count(total=total, duration_s=_duration_s(times))
+            elif self.usual is not None:
                 most, multiple = self.usual
                 count = min(total, most)
                 count -= count % multiple if count > multiple else 0
@@ -81,7 +82,13 @@ class Sampling:
             return np.array(self.frame_indices, dtype=np.int64)
         if self.fps is not None:
             return np.searchsorted(times, np.arange(count) / self.fps + 1e-4, side="right") - 1
-        return np.linspace(0, total - 1, count, dtype=np.int64)
+        evenly = np.linspace(0, total - 1, count)
+        return (evenly.round() if name == "data" and isinstance(self.usual, FrameRate) else evenly).astype(np.int64)
+
+
+def _duration_s(times: np.ndarray) -> float:
+    """Of a clip: its last frame lasts as long as the others do."""
+    return float(times[-1]) * len(times) / max(len(times) - 1, 1)
 
 
 def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str, decode_all: bool = False) -> VideoPart:
@@ -111,7 +118,8 @@ def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str,
     if frames is None:  # some listed frames are not there
         return decode_video(data, sampling=sampling, budget=budget, param=param, decode_all=True)
     is_plain = len(order) == len(wanted) and bool((np.diff(order) > 0).all())
-    return VideoPart(frames if is_plain else frames[order], times[picked].astype(np.float32))
+    shown = frames if is_plain else frames[order]
+    return VideoPart(shown, times[picked].astype(np.float32), duration_s=_duration_s(times))
 
 
 class _Clip:

@@ -40,6 +40,7 @@ from mstar.types import (
     Chunk,
     Emission,
     Encoded,
+    FrameRate,
     ImageChunk,
     ImagePart,
     Logprob,
@@ -59,9 +60,9 @@ from mstar.types import (
 
 __all__ = [
     "KV", "Alias", "AudioChunk", "AudioPart", "Call", "Checkpoint", "Chunk", "ConfigError", "Drop", "DynamicLoop",
-    "Each", "Emission", "Encoded", "Fixed", "Fork", "Graph", "ImageChunk", "ImagePart", "LeftContext", "Limits",
-    "Logprob", "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port", "Processor",
-    "ProgressChunk", "Request", "RequestError", "RequestView", "SamplingParams", "Sequential", "SlidingWindow",
-    "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokenLogprob",
-    "TokensPart", "VideoPart", "Walk", "When", "Whole", "hookimpl",
+    "Each", "Emission", "Encoded", "Fixed", "Fork", "FrameRate", "Graph", "ImageChunk", "ImagePart", "LeftContext",
+    "Limits", "Logprob", "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port",
+    "Processor", "ProgressChunk", "Request", "RequestError", "RequestView", "SamplingParams", "Sequential",
+    "SlidingWindow", "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then",
+    "TokenLogprob", "TokensPart", "VideoPart", "Walk", "When", "Whole", "hookimpl",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from mstar.errors import ConfigError, PluginError
 from mstar.plugin.graph import Graph
+from mstar.types import FrameRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Task:
         messages: whether chat messages are accepted instead of inputs.
         sessions: whether a request may name a session, which keeps what later requests go on with.
         video_frames: of a video whose part does not choose frames, (most, multiple): spread evenly over it, at most so
-            many, and a multiple of the second where there are that many. None: every frame.
+            many, and a multiple of the second where there are that many; or so many a second. None: every frame.
+        soundtrack: name of a parameter that, if true, asks for the sound of videos.
     """
 
     params: type[Any]
@@ -40,7 +42,8 @@ class Task:
     default_outputs: tuple[str, ...] = ()
     messages: bool = False
     sessions: bool = False
-    video_frames: tuple[int, int] | None = None
+    video_frames: tuple[int, int] | FrameRate | None = None
+    soundtrack: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from mstar.media.policy import MediaPolicy
 from mstar.media.reader import MediaReader
 from mstar.media.video import Sampling
 from mstar.plugin.spec import ModelSpec, Task
-from mstar.types import Message, Part, Request, TensorPart, TextPart, TokensPart, VideoPart
+from mstar.types import FrameRate, Message, Part, Request, TensorPart, TextPart, TokensPart, VideoPart
 
 MAX_SEED = 2**63 - 1
 MAX_TIMEOUT_S = 86400
@@ -300,10 +300,12 @@ def read_request(
         deadline: in seconds of `time.monotonic`; reading media goes on no longer.
     """
     model, name, params = check_request(wire, spec=spec, model_names=model_names)
-    task = spec.tasks[name]
-    reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
+    task, media = spec.tasks[name], media or MediaPolicy()
+    _check_counts(wire, media)
+    reader = MediaReader(media, deadline=deadline, base=base)
+    with_sound = task.soundtrack is not None and bool(getattr(params, task.soundtrack))
     read = [
-        (message, tuple(_part(part, param=at, base=base, reader=reader, task=task) for at, part in parts))
+        (message, tuple(_part(part, at, base, reader, task, with_sound=with_sound) for at, part in parts))
         for message, parts in _turns(wire)
     ]
     return Request(
@@ -323,6 +325,18 @@ def _turns(wire: GenerateRequest) -> list[tuple[ChatMessage | None, list[tuple[s
     for index, message in enumerate(wire.messages or ()):
         turns.append((message, [(f"messages.{index}.content.{i}", part) for i, part in enumerate(message.parts)]))
     return turns
+
+
+def _check_counts(wire: GenerateRequest, media: MediaPolicy) -> None:
+    """Raises RequestError, before anything is decoded, for more parts of a kind than the operator allows."""
+    counts: Counter[str] = Counter()
+    for param, part in (item for _, parts in _turns(wire) for item in parts):
+        kind = str(part.__struct_config__.tag)
+        counts[kind] += 1
+        if counts[kind] > (limit := media.max_parts.get(kind, counts[kind])):
+            message = f"{param} is {kind} part {counts[kind]} of the request; the limit is {limit}; "
+            message += f"send fewer, or raise --limit-mm-per-prompt {kind}={limit}"
+            raise RequestError(message, param=param, code="too_many_media")
 
 
 def has_media(wire: GenerateRequest) -> bool:
@@ -376,7 +390,7 @@ def stop_strings(params: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, task: Task) -> Part:
+def _part(part: Input, param: str, base: Path | None, reader: MediaReader, task: Task, *, with_sound: bool) -> Part:
     if isinstance(part, TextInput):
         return TextPart(part.text)
     if isinstance(part, TokensInput):
@@ -389,17 +403,18 @@ def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, ta
         return reader.audio(part.data, param=param)
     if isinstance(part, ImageInput):
         return reader.image(part.data, param=param)
-    return _video(part, param, base, reader, usual=task.video_frames)
+    return _video(part, param, base, reader, usual=task.video_frames, with_sound=with_sound)
 
 
 def _video(
-    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *, usual: tuple[int, int] | None
-) -> VideoPart:
+    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *,
+    usual: tuple[int, int] | FrameRate | None, with_sound: bool,
+) -> VideoPart:  # fmt: skip
     if (part.data is None) == (part.frames is None):
         raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
     if part.data is not None:
         sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices, usual=usual)
-        return reader.video(part.data, sampling=sampling, param=param)
+        return reader.video(part.data, sampling=sampling, param=param, with_sound=with_sound)
     assert part.frames is not None
     for name in ("num_frames", "frame_indices"):
         if getattr(part, name) is not None:
@@ -417,7 +432,8 @@ def _video(
         message = f"{param}.frames are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
         raise RequestError(message, param=f"{param}.frames", code="media_too_large")
     reader.budget.take(frames.numel(), f"{len(frames)} frames", f"{param}.frames")
-    return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
+    times = np.arange(len(frames), dtype=np.float32) / np.float32(part.fps)
+    return VideoPart(frames.numpy(), times, duration_s=len(frames) / part.fps)
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mstar.errors import ConfigError
+from mstar.plugin.spec import Task
 from mstar_plugin_qwen3_omni.config.fields import Fields, read_object
 from mstar_plugin_qwen3_omni.config.media import PictureConfig, SoundConfig, read_pictures, read_sound
 from mstar_plugin_qwen3_omni.config.speech import SpeechConfig, read_speech
@@ -37,7 +38,7 @@ class OmniConfig:
 
     Args:
         folder: with the tokenizer's files.
-        speech: None where the checkpoint does not speak.
+        speech: None where the checkpoint cannot speak.
         stops: ids that end an answer.
         chat_template: Jinja, of messages to a prompt.
         generation: its generation_config.json, or {}.
@@ -168,27 +169,48 @@ RELEASE: Mapping[str, Any] = json.loads(
         "vision_end_token_id": 151653
     },
     "talker_config": {
-        "accept_hidden_layer": 24, "num_code_groups": 16, "thinker_hidden_size": 2048,
-        "codec_pad_id": 2148, "codec_bos_id": 2149, "codec_eos_token_id": 2150, "codec_nothink_id": 2155,
-        "codec_think_bos_id": 2156, "codec_think_eos_id": 2157,
-        "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
         "text_config": {
             "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16,
             "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 3072, "max_position_embeddings": 65536,
             "num_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 384, "norm_topk_prob": true,
-            "shared_expert_intermediate_size": 768,
-            "rope_theta": 1000000, "rope_scaling": {"mrope_section": [24, 20, 20], "interleaved": true}
+            "shared_expert_intermediate_size": 768, "rope_theta": 1000000,
+            "rope_scaling": {"mrope_section": [24, 20, 20], "interleaved": true}
         },
         "code_predictor_config": {
             "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "num_code_groups": 16
-        }
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "num_code_groups": 16, "rope_theta": 1000000
+        },
+        "accept_hidden_layer": 24, "thinker_hidden_size": 2048, "num_code_groups": 16, "codec_pad_id": 2148,
+        "codec_bos_id": 2149, "codec_eos_token_id": 2150, "codec_nothink_id": 2155, "codec_think_bos_id": 2156,
+        "codec_think_eos_id": 2157, "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303}
     },
     "code2wav_config": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
         "num_key_value_heads": 16, "codebook_size": 2048, "num_quantizers": 16, "sliding_window": 72,
-        "decoder_dim": 1536, "upsample_rates": [8, 5, 4, 3], "upsampling_ratios": [2, 2]
+        "decoder_dim": 1536, "upsample_rates": [8, 5, 4, 3], "upsampling_ratios": [2, 2], "rope_theta": 10000
     },
     "tts_pad_token_id": 151671, "tts_bos_token_id": 151672, "tts_eos_token_id": 151673
 }"""
 )
+
+
+# ---- what a checkpoint can do ---------------------------------------------------------------------------
+
+
+def voices(config: OmniConfig) -> list[str]:
+    """Who can speak, the default first; nobody, if the checkpoint does not speak."""
+    return config.speech.talker.names if config.speech is not None else []
+
+
+def offers(config: OmniConfig, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks of a checkpoint, with what it can take and give."""
+    chat = tasks["chat"]
+    missing = {"audio": config.thinker.audio is None, "image": config.thinker.vision is None}
+    missing["video"] = missing["image"]
+    inputs = tuple(kind for kind in chat.inputs if not missing.get(kind))
+    tensors_in = () if missing["audio"] else chat.tensors_in
+    if not tensors_in:
+        inputs = tuple(kind for kind in inputs if kind != "tensor")
+    if config.speech is None:
+        return {"chat": replace(chat, inputs=inputs, tensors_in=tensors_in, outputs=("text",), tensors_out=())}
+    return {**tasks, "chat": replace(chat, inputs=inputs, tensors_in=tensors_in)}
