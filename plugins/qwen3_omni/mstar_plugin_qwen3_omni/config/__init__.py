@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mstar.errors import ConfigError
+from mstar.plugin.spec import Task
 from mstar_plugin_qwen3_omni.config.fields import Fields, read_object
 from mstar_plugin_qwen3_omni.config.media import PictureConfig, SoundConfig, read_pictures, read_sound
 from mstar_plugin_qwen3_omni.config.speech import SpeechConfig, read_speech
@@ -191,3 +192,25 @@ RELEASE: Mapping[str, Any] = json.loads(
     "tts_pad_token_id": 151671, "tts_bos_token_id": 151672, "tts_eos_token_id": 151673
 }"""
 )
+
+
+# ---- what a checkpoint can do ---------------------------------------------------------------------------
+
+
+def voices(config: OmniConfig) -> list[str]:
+    """Who can speak, the default first; nobody, if the checkpoint does not speak."""
+    return config.speech.talker.names if config.speech is not None else []
+
+
+def offers(config: OmniConfig, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks of a checkpoint, with what it can take and give."""
+    chat = tasks["chat"]
+    missing = {"audio": config.thinker.audio is None, "image": config.thinker.vision is None}
+    missing["video"] = missing["image"]
+    inputs = tuple(kind for kind in chat.inputs if not missing.get(kind))
+    tensors_in = () if missing["audio"] else chat.tensors_in
+    if not tensors_in:
+        inputs = tuple(kind for kind in inputs if kind != "tensor")
+    if config.speech is None:
+        return {"chat": replace(chat, inputs=inputs, tensors_in=tensors_in, outputs=("text",), tensors_out=())}
+    return {**tasks, "chat": replace(chat, inputs=inputs, tensors_in=tensors_in)}

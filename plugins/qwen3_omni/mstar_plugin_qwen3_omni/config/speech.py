@@ -12,6 +12,8 @@ from mstar_plugin_qwen3_omni.config.fields import Fields
 SPECIAL_CODES = 1024
 """The last ids of the talker's vocabulary are no codes; of them only the end is ever drawn."""
 SAMPLE_RATE = 24_000
+SPEAKER = "ethan"
+"""Who speaks where nobody is named, if the checkpoint knows him."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,11 @@ class TalkerConfig:
     tokens: TalkerTokens
     speakers: Mapping[str, int]
     max_positions: int
+
+    @property
+    def names(self) -> list[str]:
+        """Who can speak, the default first."""
+        return sorted(self.speakers, key=lambda name: (name != SPEAKER, name))
 
     @property
     def num_codes(self) -> int:
