@@ -37,8 +37,8 @@ class Upsample(nn.ConvTranspose1d):
         super().__init__(channels, out, kernel, stride=rate)
         self.overlap = kernel - rate
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = super().forward(x)
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        wide = super().forward(x, output_size)
         return wide[..., self.overlap : wide.shape[-1] - self.overlap].contiguous()
 
 

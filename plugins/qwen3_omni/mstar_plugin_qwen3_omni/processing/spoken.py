@@ -1,4 +1,4 @@
-"""What speech needs of a request, and what is heard of it: the talker's prompt, limits, how codes are drawn, windows."""
+"""What speech needs of a request: the talker's prompt, limits, how codes are drawn, windows of codes."""
 
 from __future__ import annotations
 
