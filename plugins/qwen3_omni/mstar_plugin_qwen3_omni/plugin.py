@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from mstar.plugin.hooks import hookimpl
 from mstar.plugin.spec import ModelSpec, Task
-from mstar.types import LogitBias
+from mstar.types import FrameRate, LogitBias
 from mstar_plugin_qwen3_omni import graph
 from mstar_plugin_qwen3_omni.config import CHECKPOINT
 
@@ -94,6 +94,8 @@ SPEC = ModelSpec(
             tensors_out=("codes", "audio"),
             default_outputs=("text",),
             messages=True,
+            video_frames=FrameRate(fps=2.0, least=4, most=768, multiple=2),
+            soundtrack="use_audio_in_video",
         ),
         "vocode": Task(
             params=CodecParams,
