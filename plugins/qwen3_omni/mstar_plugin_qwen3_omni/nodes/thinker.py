@@ -218,4 +218,4 @@ class ThinkerNode(Node):
 def _spoken(tasks: Sequence[Task], text: list[Tensor | None]) -> list[Tensor | None]:
     """What of a text goes to the talker. The authors' code leaves out the token at which a limit cuts it."""
     is_cut = [t.iteration + 1 == t.fields["max_tokens"] and not t.params.speak_last_token for t in tasks]
-    return [None if cut or token is None else token for cut, token in zip(is_cut, text, strict=True)]
+    return [None if cut or token is None else token[None] for cut, token in zip(is_cut, text, strict=True)]

@@ -127,7 +127,15 @@ def _films(config: OmniConfig, ids: Tensor) -> Tensor:
 
 
 def speech_fields(params: SpeechFields, *, generation: Mapping[str, Any], room: int) -> dict[str, int]:
-    """Request fields of the talker and the codec; `room`: tokens that its prompt leaves of the model's limit."""
+    """Request fields of the talker and the codec; `room`: tokens that its prompt leaves of the model's limit.
+
+    Raises RequestError if it leaves none.
+    """
+    if room < 1:
+        message = (
+            f"what users said is too long to be answered aloud, by {1 - room} tokens; shorten it, ask for text alone"
+        )
+        raise RequestError(message + ", or raise --max-model-len", param="inputs", code="context_length_exceeded")
     limit = params.talker_max_tokens or int(generation.get("talker_max_new_tokens") or MAX_TOKENS)
     cap = params.codec_chunk_frames or max(CHUNKS)
     fields = {chunk_field(index): min(size, cap) for index, size in enumerate(CHUNKS)}
