@@ -120,7 +120,7 @@ class VisionEncoder(nn.Module):
         x = self.patch(torch.cat(list(patches)).to(self.patch.weight.dtype))
         x = x + (self.position(rows) * shares[..., None]).sum(1).to(x.dtype)
         lengths = [height * width for frames, height, width in grids for _ in range(frames)]
-        taps = []
+        taps: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             x = block(x, cos[:, None], sin[:, None], lengths)
             if number in self.config.taps:
