@@ -17,6 +17,7 @@ from mstar_plugin_qwen3_omni.graph import TALKER_PROMPT
 from mstar_plugin_qwen3_omni.modeling.code2wav import Code2Wav
 from mstar_plugin_qwen3_omni.modeling.predictor import FrameCache, Predictor
 from mstar_plugin_qwen3_omni.modeling.talker import Talker
+from mstar_plugin_qwen3_omni.plugin import CodecParams
 from mstar_plugin_qwen3_omni.processing.spoken import speaker_id, talker_prompt, windows
 from mstar_plugin_qwen3_omni.weights import speech as weights
 
@@ -161,12 +162,9 @@ def test_the_codec_decodes_whole_and_in_the_authors_chunks(golden: Any, speech: 
     assert speech.vocoder.lost_samples == facts["lost_samples_per_chunk"]
     torch.testing.assert_close(whole, golden.tensors["c2w.whole"], atol=5e-4, rtol=0)
 
-    class Params:
-        codec_chunk_frames, codec_left_context = facts["chunk_size"], facts["left_context_size"]
-        speaker = talker_max_tokens = None
-
+    params = CodecParams(codec_chunk_frames=facts["chunk_size"], codec_left_context=facts["left_context_size"])
     cut = [
         codec(item["window"][None])[0, item["context"] * speech.vocoder.frame_samples :]
-        for item in windows(speech, codes, Params())
+        for item in windows(speech, codes, params)
     ]
     torch.testing.assert_close(torch.cat(cut), golden.tensors["c2w.chunked"], atol=5e-4, rtol=0)

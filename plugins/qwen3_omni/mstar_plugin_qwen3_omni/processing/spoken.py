@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mstar.types import SamplingParams
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.speech import SpeechConfig
 from mstar_plugin_qwen3_omni.graph import CHUNKS, TALKER_PROMPT, chunk_field
+from mstar_plugin_qwen3_omni.plugin import ChatParams, CodecParams
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "talker": {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05},
@@ -20,15 +21,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 MAX_TOKENS, LEFT_CONTEXT = 4096, 25
 """Of the talker, and frames before a chunk that are decoded with it; the authors' defaults."""
-
-
-class SpeechFields(Protocol):
-    """The parameters of a request that are read here."""
-
-    speaker: str | None
-    talker_max_tokens: int | None
-    codec_chunk_frames: int | None
-    codec_left_context: int | None
 
 
 def speaker_id(config: OmniConfig, name: str | None) -> int:
@@ -126,7 +118,7 @@ def _films(config: OmniConfig, ids: Tensor) -> Tensor:
 # ---- limits and draws -----------------------------------------------------------------------------------
 
 
-def speech_fields(params: SpeechFields, *, generation: Mapping[str, Any], room: int) -> dict[str, int]:
+def speech_fields(params: ChatParams, *, generation: Mapping[str, Any], room: int) -> dict[str, int]:
     """Request fields of the talker and the codec; `room`: tokens that its prompt leaves of the model's limit.
 
     Raises RequestError if it leaves none.
@@ -144,7 +136,7 @@ def speech_fields(params: SpeechFields, *, generation: Mapping[str, Any], room: 
     return fields | {"frames": max(0, min(limit - 1, room)), "codec_left_context": max(1, context)}
 
 
-def speech_samplers(params: Any, *, generation: Mapping[str, Any]) -> dict[str, SamplingParams]:
+def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dict[str, SamplingParams]:
     """How codes are drawn: as the client says, else the checkpoint, else its authors; a greedy talker's further codes
     are greedy too."""
     found: dict[str, SamplingParams] = {}
@@ -163,7 +155,7 @@ def speech_samplers(params: Any, *, generation: Mapping[str, Any]) -> dict[str, 
 # ---- codes the client gives -----------------------------------------------------------------------------
 
 
-def windows(config: SpeechConfig, codes: Tensor | None, params: SpeechFields) -> list[dict[str, Any]]:
+def windows(config: SpeechConfig, codes: Tensor | None, params: CodecParams) -> list[dict[str, Any]]:
     """Items of the walk `vocode`: all frames at once, or as the authors' code cuts them. Raises RequestError."""
     frames = _checked(config, codes)
     size = params.codec_chunk_frames or len(frames)
