@@ -127,7 +127,7 @@ class PredictorNode(SpeechNode):
         """Begin a frame: the talker's hidden (B, H), its code (B,) and what that stands for (B, H) -> the next code."""
         ctx.slots["codes"][ctx.rows, 0] = code
         ctx.slots["total"][ctx.rows] = first.float()
-        places = torch.arange(2, device=code.device).expand(len(code), 2)
+        places = torch.arange(2, device=code.device).expand(code.shape[0], 2)
         return {"code": self._draw(ctx, torch.stack((hidden, first), dim=1), places, torch.zeros_like(code))}
 
     def step(self, ctx: Context, code: Tensor) -> dict[str, Tensor]:
