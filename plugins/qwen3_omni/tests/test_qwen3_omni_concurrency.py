@@ -62,15 +62,19 @@ async def _all(model: Asked, asked: list[Any]) -> list[Answer | None]:
 def check(found: Answer | None, expected: Answer, *, exact: bool) -> None:
     assert found is not None and found.texts == expected.texts and found.ids == expected.ids
     assert found.tensors.keys() == expected.tensors.keys()
-    assert found.result.counters == expected.result.counters
+    mine, theirs = (  # media that another request has shown already are not encoded again
+        {name: count for name, count in one.result.counters.items() if "_encoder" not in name}
+        for one in (found, expected)
+    )
+    assert mine == theirs
     if "codes" in expected.tensors:
         assert torch.equal(found.tensors["codes"], expected.tensors["codes"])
-        mine, theirs = found.tensors["audio"], expected.tensors["audio"]
-        assert len(theirs) == expected.tensors["codes"].shape[1] * 1920 - 555
+        sound, lone = found.tensors["audio"], expected.tensors["audio"]
+        assert len(lone) == expected.tensors["codes"].shape[1] * 1920 - 555
         if exact:
-            assert torch.equal(mine, theirs)
+            assert torch.equal(sound, lone)
         else:
-            torch.testing.assert_close(mine, theirs, atol=5e-4, rtol=0)
+            torch.testing.assert_close(sound, lone, atol=5e-4, rtol=0)
 
 
 @pytest.fixture(scope="module")
