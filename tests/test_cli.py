@@ -54,7 +54,7 @@ SERVER_ONLY = {
 }  # fmt: skip
 MEDIA = {
     "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
-    "--max-audio", "--limit-mm-per-prompt", "--media-timeout",
+    "--max-audio", "--limit-mm-per-prompt", "--media-timeout", "--output-cache-memory-bytes",
 }  # fmt: skip
 NOT_COMPILED = MEDIA | {"--request-timeout", "--seed", "--compile", "--enforce-eager", "--batch-invariant"}
 

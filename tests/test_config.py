@@ -16,7 +16,8 @@ from mstar.errors import ConfigError
 
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --quantization --device --max-model-len --max-num-seqs
---max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant
+--max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching
+--output-cache-memory-bytes --batch-invariant
 --enforce-eager
 --attention-backend --compile --overlap --threads --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout

@@ -208,6 +208,10 @@ class EngineConfig:
         _gib, GIB, "host memory for swapping, in GiB; 0: recompute instead", name="--swap-space", minimum=0, unit=GIB
     )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
+    output_cache_memory_bytes: int = _setting(
+        _size, 256 * 1024**2, "memory for what encoders made of media, to be used again; 0: none", minimum=0,
+        default_text="256MiB",
+    )  # fmt: skip
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
     enforce_eager: bool = _setting(_boolean, False, "run every method alone as written, no fused loops; slower")
     attention_backend: str = _setting(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _WITHOUT = (
     "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "request_timeout_s", "stall_timeout_s", "seed",
     "allowed_media_domains", "allowed_local_media_path", "max_media_bytes", "media_memory_bytes", "max_image_pixels",
-    "max_video_frames", "max_audio_s", "limit_mm_per_prompt", "media_timeout_s", "compile", "enforce_eager",
-    "batch_invariant",
+    "output_cache_memory_bytes", "max_video_frames", "max_audio_s", "limit_mm_per_prompt", "media_timeout_s",
+    "compile", "enforce_eager", "batch_invariant",
 )  # fmt: skip
 
 

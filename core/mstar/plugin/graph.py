@@ -64,13 +64,21 @@ class KV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One batched function of a node: `name` is the method of the module's class."""
+    """One batched function of a node.
+
+    Args:
+        name: of the method of the module's class.
+        max_batch: most tasks of a batch.
+        cached_by: name of an int64 item input that alone decides what the outputs are, such as a hash of content with
+            geometry. What was computed lately is then not computed again, whoever asks.
+    """
 
     name: str
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()
     kv: KV | None = None
     max_batch: int | None = None
+    cached_by: str | None = None
 
     def input(self, name: str) -> Port | None:
         return next((p for p in self.inputs if p.name == name), None)

@@ -23,6 +23,7 @@ from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
 from mstar.worker.modules import Modules
 from mstar.worker.output import Output, mirrored, to_device, to_host
+from mstar.worker.output_cache import OutputCache
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, add_counts, plain
 from mstar.worker.streams import StreamBuffer
@@ -45,6 +46,7 @@ class Router:
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
         self.output = Output()
+        self.cache = OutputCache(scheduler.config.output_cache_memory_bytes)
         scheduler.fail = self.fail
         self._consumers = {stream: p for p in self.programs.values() for stream in p.receives}
         self._items = self._stream_items(graph)
@@ -197,7 +199,8 @@ class Router:
             if cursor.ahead is not None and not isinstance(op, Run | LoopEnd | Skip):
                 self.retract(cursor)
             if isinstance(op, Run):
-                self._ready(cursor, op)
+                if self._ready(cursor, op):
+                    continue
                 return
             if isinstance(op, LoopEnd):
                 end_iteration(cursor, op)
@@ -233,24 +236,30 @@ class Router:
         """Whether some request has nothing to run here before the engine's next message: it may free memory then."""
         return any(all(lane.is_over for lane in request.lanes.values()) for request in self.requests.values())
 
-    def _ready(self, cursor: Cursor, op: Run) -> None:
+    def _ready(self, cursor: Cursor, op: Run) -> bool:
+        """Queue the cursor's next work. True: what it would give is known, and the cursor is behind it."""
         chunks: dict[str, StreamChunk] = {}
         if op.receives:
             taken = self._receive(cursor, op)
             if taken is None:
-                return
+                return False
             chunks = taken
         if cursor.ahead is not None:
             if adopts(cursor.ahead, op, cursor):
                 cursor.work, cursor.ahead = cursor.ahead, None
-                return
+                return False
             self.retract(cursor)
         env = cursor.env
         inputs = {port: env.get(value) for port, value in op.inputs}
         for port, _ in op.receives:
             inputs[port] = chunks[port].items if port in chunks else None
+        if op.method.cached_by is not None and (known := self.cache.find(op, inputs)) is not None:
+            self._give(cursor, op, known)
+            cursor.pc += 1
+            return True
         cursor.work = self.scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
         self.scheduler.add(cursor.work)
+        return False
 
     def retract(self, cursor: Cursor) -> None:
         """The work queued ahead is not what follows: take it back, even if it has been launched."""
@@ -441,19 +450,11 @@ class Router:
                 raise work.error
             add_counts(request.counters, op.counts)
             add_counts(request.counts, work.counts.items())
-            for port, value in op.outputs:
-                if port in values:
-                    cursor.env[value] = values[port]
-                    cursor.written[value] = None
-            for port, name in op.emits:
-                if (emitted := values.get(port)) is not None:
-                    self.output.emit(cursor, name, value=to_host(emitted))
+            if op.method.cached_by is not None:
+                self.cache.keep(op, work.inputs, values)
             if work.stop_reason is not None or cursor.lane.stops or op.receives:
                 mark_ends(cursor, op, work)
-            for port, name in op.sends:
-                if (sent := values.get(port)) is not None:
-                    self._send(request, cursor, name, sent)
-            self._close_streams(cursor, op.closes)
+            self._give(cursor, op, values)
             if op in self.short_turns and turn(cursor, work):
                 self.scheduler.add(work)
                 return
@@ -461,6 +462,20 @@ class Router:
             self.advance(cursor)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
             self.fail(request, explain(error, f"walk {cursor.lane.program.walk!r}, after {op.target}"))
+
+    def _give(self, cursor: Cursor, op: Run, values: Mapping[str, Any]) -> None:
+        """What a call gave, where it is to go."""
+        for port, value in op.outputs:
+            if port in values:
+                cursor.env[value] = values[port]
+                cursor.written[value] = None
+        for port, name in op.emits:
+            if (emitted := values.get(port)) is not None:
+                self.output.emit(cursor, name, value=to_host(emitted))
+        for port, name in op.sends:
+            if (sent := values.get(port)) is not None:
+                self._send(cursor.lane.request, cursor, name, sent)
+        self._close_streams(cursor, op.closes)
 
     def _send(self, request: RequestState, cursor: Cursor, name: str, value: Any) -> None:
         """Put a port's items on a stream: one row is one item; finish's own tensors and tokens are (k, ...)."""

@@ -74,8 +74,16 @@ def _item(name: str, dtype: str = "float", *, optional: bool = False) -> Port:
 
 
 def _encoders(config: ThinkerConfig) -> tuple[Node, ...]:
-    hear = Method(name="encode", inputs=(_item("spectrogram", "float32"),), outputs=(_item("heard"),))
-    see = Method(name="encode", inputs=(_item("patches", "uint8"), _item("grid", "int64")), outputs=(_item("seen"),))
+    key = _item("key", "int64")
+    hear = Method(
+        name="encode", inputs=(_item("spectrogram", "float32"), key), outputs=(_item("heard"),), cached_by="key"
+    )
+    see = Method(
+        name="encode",
+        inputs=(_item("patches", "uint8"), _item("grid", "int64"), key),
+        outputs=(_item("seen"),),
+        cached_by="key",
+    )
     nodes = (Node("audio_encoder", (hear,)), config.audio), (Node("vision_encoder", (see,)), config.vision)
     return tuple(node for node, part in nodes if part is not None)
 

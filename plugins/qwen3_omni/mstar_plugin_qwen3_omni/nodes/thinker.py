@@ -37,8 +37,8 @@ class AudioNode(Node):
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_audio(self.encoder, checkpoint, dtype, device)
 
-    def encode(self, ctx: Context, spectrogram: list[Tensor]) -> dict[str, list[Tensor]]:
-        """Spectrograms (bins, frames) -> what is heard of each, (tokens, hidden)."""
+    def encode(self, ctx: Context, spectrogram: list[Tensor], key: list[Tensor]) -> dict[str, list[Tensor]]:
+        """Spectrograms (bins, frames) -> what is heard of each, (tokens, hidden). `key` is the engine's."""
         size = 1 if ctx.row_multiple > 1 else len(spectrogram)  # else the bits of a sound depend on the others
         batches = [spectrogram[i : i + size] for i in range(0, len(spectrogram), size)]
         return {"heard": [one for batch in batches for one in self.encoder(batch)]}
@@ -56,9 +56,11 @@ class VisionNode(Node):
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_vision(self.encoder, checkpoint, dtype, device)
 
-    def encode(self, ctx: Context, patches: list[Tensor], grid: list[list[int]]) -> dict[str, list[Tensor]]:
+    def encode(
+        self, ctx: Context, patches: list[Tensor], grid: list[list[int]], key: list[Tensor]
+    ) -> dict[str, list[Tensor]]:
         """patches (n, patch_dim) uint8 and grid (frames, rows, columns) of each picture or video -> what is seen of it,
-        (tokens, 1 + L, hidden)."""
+        (tokens, 1 + L, hidden). `key` is the engine's."""
         size = 1 if ctx.row_multiple > 1 else len(patches)
         found: list[Tensor] = []
         for start in range(0, len(patches), size):

@@ -87,7 +87,7 @@ class OmniProcessor(Processor):
             encoded.inputs["samples"] = [{"last": last}] * params.n
         return encoded
 
-    def _add_speech(self, encoded: Encoded, prompt: Prompt, params: ChatParams) -> None:
+    def _add_speech(self, encoded: Encoded, prompt: Prompt, params: Any) -> None:
         if params.n > 1:
             raise RequestError(f"n is {params.n}; one answer is spoken: ask for text alone, or set n to 1", param="n")
         config, generation = self.config, self.config.generation

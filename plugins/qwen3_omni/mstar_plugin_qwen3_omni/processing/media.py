@@ -72,7 +72,7 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     """Samples (n,) float32 at another rate: n * wanted / rate of them, rounded up."""
     if rate == wanted or not len(samples):
         return np.ascontiguousarray(samples, dtype=np.float32)
-    resampler, blocks = av.AudioResampler(format="fltp", layout="mono", rate=wanted), []
+    resampler, blocks = av.AudioResampler(format="fltp", layout="mono", rate=wanted), [np.zeros(0, np.float32)]
     for start in range(0, len(samples), _BLOCK):
         block = np.ascontiguousarray(samples[None, start : start + _BLOCK], dtype=np.float32)
         frame = av.AudioFrame.from_ndarray(block, format="fltp", layout="mono")

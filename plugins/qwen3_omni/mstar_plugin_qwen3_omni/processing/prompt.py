@@ -96,6 +96,13 @@ class Prompt:
             "ids": ids[:-1],
             "places": self.positions.whole()[:-1] if has_media else None,
             "sources": self.sources()[:-1] if has_media else None,
-            "pictures": [{"patches": sight.patches, "grid": list(sight.grid)} for sight in self.sights],
-            "sounds": [{"spectrogram": sound.spectrogram} for sound in self.sounds],
+            "pictures": [
+                {"patches": sight.patches, "grid": list(sight.grid), "key": _as_tensor(sight.key)}
+                for sight in self.sights
+            ],
+            "sounds": [{"spectrogram": sound.spectrogram, "key": _as_tensor(sound.key)} for sound in self.sounds],
         }
+
+
+def _as_tensor(key: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(key), dtype=torch.int64)
