@@ -3,11 +3,12 @@
     python benchmarks/qwen3_omni.py [--batches 1,8] [--frames 32] [--repeats 3] [--dtype float32] [--eager]
         [--answer-s 10]
 
-A random talker and code predictor of about 135M parameters, greedy, compiled unless `--eager`, through the worker: from
-the first frame of codes to the last, without prompts and without the codec. Ways of one repeat are interleaved: ours,
-generate on one request, generate on a batch of all. Rates are frames a second, of which speech has 12.5. The floor is
-the time to read once a frame what a frame needs, at the best bandwidth that reading a large buffer reaches in the same run:
-the predictor's layers once for each code. Then, with a codec of moderate size, when an answer's first sound comes.
+A random talker and code predictor of about 135M parameters, greedy, compiled unless `--eager`, through the worker:
+from the first frame of codes to the last, without prompts and without the codec. Ways of one repeat are interleaved:
+ours, generate on one request, generate on a batch of all. Rates are frames a second, of which speech has 12.5. The
+floor is the time to read once a frame what a frame needs, at the best bandwidth that reading a large buffer reaches in
+the same run: the predictor's layers once for each code. Then, with a codec of moderate size, when an answer's first
+sound comes.
 """
 
 from __future__ import annotations

@@ -18,29 +18,41 @@ from mstar_plugin_qwen3_omni.modeling.moe import Experts
 
 
 class FrameCache:
-    """Keys and values of frames, in rows of a pool.
+    """Keys and values of frames, in rows of a pool that is read at once and written at once, by `store`.
 
     Args:
         pool: (R, layers, 2, P, Hkv, D).
         rows: (B,) int64.
-        places: (B, n) int64, where this call's tokens are in their frames.
+        places: (B, n) int64, where this call's tokens are in their frames, one behind the other.
     """
 
     def __init__(self, pool: Tensor, rows: Tensor, places: Tensor) -> None:
         self.pool, self.rows, self.places = pool, rows, places
+        self.kept = pool[rows]
+        self.new: list[Tensor] = []
+        every = torch.arange(pool.shape[3], device=pool.device)
+        offset = every - places[:, :1]  # (B, P) from the first of this call's tokens
+        self.is_new = ((offset >= 0) & (offset < places.shape[1]))[:, None, :, None, None]
+        self.which = offset.clamp(0, places.shape[1] - 1)
+        self.is_later = (every > places[..., None])[:, :, None, None]  # (B, n, 1, 1, P)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B n, H, D), k and v (B n, Hkv, D) -> (B n, H, D): each token sees its frame up to itself."""
-        at = self.rows[:, None].expand_as(self.places)
-        for part, new in enumerate((k, v)):
-            self.pool[at, layer, part, self.places] = new.unflatten(0, self.places.shape).to(self.pool.dtype)
-        keys, values = self.pool[self.rows, layer].to(q.dtype).unbind(1)  # (B, P, Hkv, D)
-        queries = q.unflatten(0, self.places.shape).unflatten(2, (k.shape[1], -1))  # (B, n, Hkv, G, D)
+        new = torch.stack((k, v), dim=1).unflatten(0, self.places.shape)  # (B, n, 2, Hkv, D)
+        self.new.append(new)
+        each = torch.arange(new.shape[0], device=q.device)[:, None]
+        placed = new[each, self.which].transpose(1, 2)  # (B, 2, P, Hkv, D)
+        keys, values = placed.where(self.is_new, self.kept[:, layer].to(q.dtype)).unbind(1)
         keys, values = (x.transpose(1, 2)[:, None, :, None] for x in (keys, values))  # (B, 1, Hkv, 1, P, D)
-        scores = (queries[..., None, :] * keys).sum(-1) * q.shape[-1] ** -0.5
-        hidden = torch.arange(keys.shape[4], device=q.device) > self.places[..., None]
-        weights = scores.masked_fill(hidden[:, :, None, None], float("-inf")).float().softmax(-1).to(q.dtype)
+        queries = q.unflatten(0, self.places.shape).unflatten(2, (k.shape[1], -1))  # (B, n, Hkv, G, D)
+        scores = (queries[..., None, :] * keys).sum(-1).float() * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(self.is_later, float("-inf")).softmax(-1).to(q.dtype)
         return (weights[..., None] * values).sum(-2).reshape(q.shape)
+
+    def store(self) -> None:
+        """Keep what all layers added."""
+        new = torch.stack(self.new, dim=2)  # (B, n, layers, 2, Hkv, D)
+        self.pool[self.rows[:, None], :, :, self.places] = new.to(self.pool.dtype)
 
 
 class Predictor(nn.Module):
@@ -78,6 +90,7 @@ class Predictor(nn.Module):
         hidden = x.flatten(0, 1)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, cache, number)
+        cache.store()
         return self.norm(hidden.unflatten(0, x.shape[:2])[:, -1])
 
     def logits(self, hidden: Tensor, *, number: Tensor, invariant: bool = False) -> Tensor:
