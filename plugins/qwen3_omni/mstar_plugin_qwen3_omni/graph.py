@@ -93,7 +93,7 @@ def _thinker(config: ThinkerConfig) -> Node:
     last, text, words = (Port(name, dtype="int64") for name in ("last", "text", "words"))
     prompt = (
         Port("ids", "tokens", "int64"),
-        Port("places", "tokens", "float32", (3,), optional=True),
+        Port("places", "tokens", "float32", (4,), optional=True),
         Port("sources", "tokens", "int64", optional=True),
         _item("seen", optional=True),
         _item("heard", optional=True),

@@ -65,7 +65,7 @@ def test_the_published_configuration_is_that_of_the_release() -> None:
     ("config.json", {"thinker_config__audio_config__n_window": 40}, ["n_window is 40", "10 tokens, not 13"]),
     ("config.json", {"thinker_config__audio_config__n_window_infer": 99}, ["at least a chunk, 2 n_window (100)"]),
     ("config.json", {"thinker_config__vision_config__num_position_embeddings": 37}, ["expected a square number"]),
-    ("config.json", {"thinker_config__vision_config__deepstack_visual_indexes": [1, 4]}, ["layers, of which there are 4"]),
+    ("config.json", {"thinker_config__vision_config__deepstack_visual_indexes": [1, 4]}, ["of which there are 4"]),
     ("config.json", {"thinker_config__vision_config__in_channels": 4}, ["in_channels is 4"]),
     ("config.json", {"thinker_config__image_token_id": 999}, ["image_token_id is 999", "below vocab_size (352)"]),
     ("config.json", {"thinker_config__image_token_id": 7}, ["the tokenizer has <|image_pad|> at 328"]),

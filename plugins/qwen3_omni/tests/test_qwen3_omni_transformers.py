@@ -202,9 +202,12 @@ def test_a_video_whose_frames_stand_for_odd_times(fresh: Asked, peer: Peer) -> N
     check(fresh, peer, [{"role": "user", "content": [video(frames, fps=3.3), text("So?")]}], given)
 
 
-@pytest.mark.parametrize(("seconds", "fps"), [(2.9, 2.0), (0.9, 1.0), (6.5, 1.7)])
-def test_a_video_with_its_sound(fresh: Asked, peer: Peer, seconds: float, fps: float) -> None:
-    frames, samples = noise(5, 6, 112, 64, 3), tone(seconds, 300)
+@pytest.mark.parametrize(("seconds", "fps", "size"), [
+    (2.9, 2.0, (112, 64)), (0.9, 1.0, (112, 64)), (6.5, 1.7, (112, 64)), (0.9, 6.0, (16, 640)), (0.3, 8.0, (800, 16)),
+])  # fmt: skip
+def test_a_video_with_its_sound(fresh: Asked, peer: Peer, seconds: float, fps: float, size: tuple[int, int]) -> None:
+    """Of any shape: one that is short and wide has columns that lie further than its end."""
+    frames, samples = noise(5, 6, *size, 3), tone(seconds, 300)
     values, grid = peer.watched(frames)
     given = peer.heard(samples) | {
         "pixel_values_videos": values, "video_grid_thw": grid, "video_second_per_grid": torch.tensor([2 / fps]),

@@ -99,16 +99,18 @@ class ThinkerNode(Node):
             here = slice(task.token_start, task.token_start + task.num_tokens)
             if (sources := task.inputs["sources"]) is None:
                 positions.append((task.position + torch.arange(task.num_tokens))[:, None].expand(-1, 3).float())
+                advance.append(float(task.num_tokens))
             else:
-                positions.append(task.inputs["places"][here].float())
-            advance.append(max(float(positions[-1].max()) + 1 - task.position, 0.0))
+                own = task.inputs["places"][here].float()
+                positions.append(own[:, :3])
+                advance.append(float(own[-1, 3]) - task.position)
             counts = {name: sum(map(len, task.inputs[name] or ())) for name in starts}
             if sources is not None:
-                own = sources[here]
-                is_seen = (own >= 0) & (own < counts["seen"])
-                for name, mask, skip in (("seen", is_seen, 0), ("heard", own >= counts["seen"], counts["seen"])):
+                which = sources[here]
+                is_seen = (which >= 0) & (which < counts["seen"])
+                for name, mask, skip in (("seen", is_seen, 0), ("heard", which >= counts["seen"], counts["seen"])):
                     places[name].append(first + mask.nonzero()[:, 0])
-                    rows[name].append(own[mask] - skip + starts[name])
+                    rows[name].append(which[mask] - skip + starts[name])
             starts = {name: start + counts[name] for name, start in starts.items()}
             first += task.num_tokens
         tensors = {f"{name}_at": torch.cat(found) for name, found in places.items()}
@@ -131,7 +133,7 @@ class ThinkerNode(Node):
 
         Args:
             ids: (T,), with a token for each of media.
-            places: (T, 3) float32, positions; absent: consecutive.
+            places: (T, 4) float32, positions, and where the token after each begins; absent: consecutive.
             sources: (T,) int64, which of the request's media rows stands there: those of all that is seen, in order,
                 then those of all that is heard; -1: the token itself. Absent: no media.
             seen: per request, (tokens, 1 + L, hidden) of each picture and video.
@@ -174,7 +176,8 @@ class ThinkerNode(Node):
     # ---- writing ----------------------------------------------------------------------------------------
 
     def decode(self, ctx: Context, last: Tensor) -> dict[str, Tensor]:
-        """last (B,), each sequence's newest token -> the token drawn after it, twice: `finish_decode` lets out text."""
+        """last (B,), each sequence's newest token -> the token drawn after it, three times: `finish_decode` lets out
+        text and words."""
         token = ctx.sample("main", self._logits(ctx, last))
         return {"last": token, "text": token, "words": token}
 

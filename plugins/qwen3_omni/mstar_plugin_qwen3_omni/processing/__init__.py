@@ -69,7 +69,7 @@ class OmniProcessor(Processor):
         params: ChatParams = request.params
         prompt = self.reader.read(request)
         limit = min(self._room(prompt), _wanted(params) or USUAL_TOKENS)
-        last = torch.tensor(prompt.ids[-1])
+        first = {"last": torch.tensor(prompt.ids[-1])}
         encoded = Encoded(
             inputs=prompt.inputs(),
             fields={"max_tokens": limit},
@@ -81,10 +81,10 @@ class OmniProcessor(Processor):
             usage={"prompt_tokens": len(prompt.ids)},
         )
         if graph.speaks(request):  # type: ignore[arg-type]  # it is read as the graph's own view is
-            encoded.inputs["last"] = last
+            encoded.inputs |= first
             self._add_speech(encoded, prompt, params)
         else:
-            encoded.inputs["samples"] = [{"last": last}] * params.n
+            encoded.inputs["samples"] = [first] * params.n
         return encoded
 
     def _add_speech(self, encoded: Encoded, prompt: Prompt, params: Any) -> None:

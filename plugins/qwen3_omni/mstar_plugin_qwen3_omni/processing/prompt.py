@@ -91,10 +91,10 @@ class Prompt:
 
     def inputs(self) -> dict[str, Any]:
         """Walk inputs. The last token is left to what follows."""
-        ids, has_media = torch.tensor(self.ids), self.num_media > 0
+        ids, has_media, places = torch.tensor(self.ids), self.num_media > 0, self.positions.whole()
         return {
             "ids": ids[:-1],
-            "places": self.positions.whole()[:-1] if has_media else None,
+            "places": torch.cat((places[:-1], places[1:, :1]), dim=1) if has_media else None,
             "sources": self.sources()[:-1] if has_media else None,
             "pictures": [
                 {"patches": sight.patches, "grid": list(sight.grid), "key": _as_tensor(sight.key)}
