@@ -232,7 +232,7 @@ def main() -> None:
         ours = Ours(checkpoint, dtype=arguments.dtype, **settings)
         theirs = Theirs(checkpoint, load(checkpoint, {}), dtype=arguments.dtype)
         with torch.inference_mode():
-            for batch in (int(text) for text in arguments.batches.split(",")):
+            for batch in (int(text) for text in arguments.batches.split(",") if text):
                 compare(ours, theirs, batch=batch, arguments=arguments)
             if arguments.answer_s:
                 first_sound(ours, theirs, seconds=arguments.answer_s)

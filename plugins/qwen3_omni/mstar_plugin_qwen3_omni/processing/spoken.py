@@ -30,7 +30,7 @@ def speaker_id(config: OmniConfig, name: str | None) -> int:
     found = config.speech.talker.speakers.get((name or names[0]).lower())
     if found is None:
         message = f"unknown speaker {str(name)[:60]!r}; known: {', '.join(names)}"
-        raise RequestError(message, param="speaker", code="unknown_voice")
+        raise RequestError(message, param="params.speaker", code="unknown_voice")
     return found
 
 
