@@ -87,6 +87,13 @@ class Method:
         return next((p for p in self.outputs if p.name == name), None)
 
     @property
+    def is_cacheable(self) -> bool:
+        """Whether `cached_by` can be kept: a key that is a value of each task, and outputs that are, too."""
+        key = self.input(self.cached_by or "")
+        is_key = key is not None and (key.layout, key.dtype, key.optional) == ("item", "int64", False)
+        return is_key and self.kv is None and all(port.layout == "item" for port in self.outputs)
+
+    @property
     def has_tokens(self) -> bool:
         """Whether a `tokens` input makes the batch ragged."""
         return any(p.layout == "tokens" for p in self.inputs)
