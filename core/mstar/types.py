@@ -111,10 +111,11 @@ Part = TextPart | TokensPart | TensorPart | AudioPart | ImagePart | VideoPart
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation. `tool_calls`: what an earlier answer asked to be called, as OpenAI's API has it."""
 
     role: str
     parts: tuple[Part, ...]
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +127,7 @@ class Request:
         outputs: kinds of output asked for: "text", "audio", "image", "video", "tensors", "tensor:NAME".
         params: the task's params struct, defaults filled in.
         seed: given by the client, or drawn.
+        tools: what the model may ask to be called, as OpenAI's API has it.
         kept: of a session that goes on, what walks gave its requests before and none has consumed, by name.
     """
 
@@ -139,6 +141,7 @@ class Request:
     seed: int = 0
     session: str | None = None
     resumed: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
     kept: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
 
@@ -224,15 +227,16 @@ class TextChunk:
     Args:
         index: which of n outputs.
         logprobs: one for each token id, where they were asked for.
-        channel: "reasoning": what the model thinks before it answers. Each channel is a text of its own; stop strings
-            end the answer alone.
+        channel: "reasoning": what the model thinks before it answers; "tool_call": what it asks to be called, each a
+            line of JSON, {"name": ..., "arguments": "<JSON>"}. Each channel is a text of its own; stop strings end the
+            answer alone.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
-    channel: Literal["answer", "reasoning"] = "answer"
+    channel: Literal["answer", "reasoning", "tool_call"] = "answer"
 
 
 @dataclass(frozen=True, slots=True)

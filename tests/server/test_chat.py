@@ -14,7 +14,7 @@ from mstar.errors import RequestError
 from mstar.plugin.spec import ModelSpec
 from mstar.server.chat import ChatForm, read_chat
 from mstar.server.images import ImageEvents
-from mstar.server.native import GenerateRequest
+from mstar.server.native import GenerateRequest, read_request
 from mstar.server.results import Outputs, Result
 from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TextChunk
 
@@ -150,3 +150,59 @@ def test_native_errors_are_told_in_the_words_of_chat(parrot_spec: ModelSpec) -> 
     ):
         error = form.worded(RequestError(f"{param} is wrong", status=404, param=param, code="c"))
         assert (error.param, error.message, error.status, error.code) == (told, f"{told} is wrong", 404, "c")
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+CALLED: list[Chunk] = [
+    TextChunk("Let me see."),
+    TextChunk('{"name": "look_up", "arguments": "{\\"a\\": 1}"}\n', (5, 6), channel="tool_call"),
+    TextChunk('{"name": "look_up", "arguments": "{}"}\n', (7,), channel="tool_call"),
+]
+
+
+@pytest.fixture
+def caller(parrot_spec: ModelSpec) -> ModelSpec:
+    """A model whose chat calls tools."""
+    return replace(parrot_spec, tasks={"chat": replace(parrot_spec.tasks["chat"], tools=True)})
+
+
+def test_tools_and_earlier_calls_reach_the_model(caller: ModelSpec) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+    ]
+    wire, _ = read(caller, messages=messages, tools=[TOOL])
+    names = {"spec": caller, "model_names": ("m",), "request_id": "r", "seed": 1}
+    request = read_request(wire, **names)  # type: ignore[arg-type]
+    assert request.tools == (TOOL,) and request.messages[1].tool_calls == (call,)
+    assert request.messages[1].parts == () and request.messages[2].role == "tool"
+    assert read(caller, tools=[TOOL], tool_choice="none")[0].tools is None
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tools": [{"type": "function"}]}, "tools.0.function.function"),
+    ({"tools": [{"function": {"name": "no such name!"}}]}, "tools.0.function.name"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"functions": [TOOL["function"]]}, "functions"),
+])  # fmt: skip
+def test_tools_that_are_none_are_refused(caller: ModelSpec, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(caller, **fields)
+    assert caught.value.status == 400 and caught.value.param is not None and param.startswith(caught.value.param)
+
+
+def test_calls_are_part_of_the_message_and_its_reason(caller: ModelSpec) -> None:
+    request = replace(REQUEST, outputs=("text",))
+    (choice,) = whole(read(caller, tools=[TOOL])[1], CALLED, request=request)["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
+    first, second = choice["message"]["tool_calls"]
+    assert first["function"] == {"name": "look_up", "arguments": '{"a": 1}'} and first["id"] != second["id"]
+    (choice,) = whole(read(caller, tools=[TOOL])[1], CALLED[1:], request=request)["choices"]
+    assert choice["message"]["content"] is None
+    *chunks, last, done = events(read(caller, tools=[TOOL], stream=True)[1], CALLED)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    told = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in told] == [0, 1] and told[1]["function"]["arguments"] == "{}"
+    assert last["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"

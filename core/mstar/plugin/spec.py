@@ -28,6 +28,7 @@ class Task:
         params: a msgspec Struct (frozen, kw_only, forbid_unknown_fields) of the task's parameters with defaults.
         default_outputs: outputs when the request names none (default: the first of `outputs`).
         messages: whether chat messages are accepted instead of inputs.
+        tools: whether a request with messages may name tools for the model to call.
         sessions: whether a request may name a session, which keeps what later requests go on with.
         video_frames: of a video whose part does not choose frames, (most, multiple): spread evenly over it, at most so
             many, and a multiple of the second where there are that many; or so many a second. None: every frame.
@@ -41,6 +42,7 @@ class Task:
     tensors_out: tuple[str, ...] = ()
     default_outputs: tuple[str, ...] = ()
     messages: bool = False
+    tools: bool = False
     sessions: bool = False
     video_frames: tuple[int, int] | FrameRate | None = None
     soundtrack: str | None = None

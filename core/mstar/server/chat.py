@@ -32,6 +32,7 @@ from mstar.server.native import (
 )
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent
+from mstar.server.tools import ToolCalls, Tools, calls
 from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TextChunk
 
 CHAT = "/v1/chat/completions"
@@ -103,7 +104,7 @@ class ChatTurn(Struct, kw_only=True, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: ToolCalls | None = None
     annotations: list[Any] | None = None
 
 
@@ -139,7 +140,7 @@ class ChatRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -166,7 +167,7 @@ def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]
     if not isinstance(body, Mapping):
         raise RequestError("the body must be a JSON object")
     check_values(body)
-    _refuse_tools(body)
+    _refuse_tools(body, spec)
     own = {name: value for name, value in body.items() if name in field_names(ChatRequest)}
     chat = convert(own, ChatRequest)
     names: dict[str, str] = {}
@@ -183,15 +184,15 @@ def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]
         raise RequestError("stream_options is for streams; set stream, or leave it out", param="stream_options")
     wire = GenerateRequest(
         model=chat.model, task=name, messages=messages, outputs=outputs, params=params, seed=chat.seed,
-        stream=bool(chat.stream), timeout_s=chat.timeout_s,
+        stream=bool(chat.stream), timeout_s=chat.timeout_s, tools=None if chat.tool_choice == "none" else chat.tools,
     )  # fmt: skip
     return wire, (ChatEvents if chat.stream else ChatForm)(chat, outputs=outputs, names=names)
 
 
-def _refuse_tools(body: Mapping[str, Any]) -> None:
-    if body.get("tools") or body.get("functions"):
-        name = "tools" if body.get("tools") else "functions"
-        message = f"this server calls no tools; leave {name} out"
+def _refuse_tools(body: Mapping[str, Any], spec: ModelSpec) -> None:
+    name = next((name for name in ("tools", "functions") if body.get(name)), None)
+    if name is not None and not any(task.tools for task in chat_tasks(spec).values()):
+        message = f"this model calls no tools; leave {name} out"
         raise RequestError(message, param=name, code="unsupported_parameter")
 
 
@@ -214,7 +215,7 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
     else:
         content += [(f"{at}.content.{number}", part) for number, part in enumerate(turn.content or ())]
     content += [(f"{at}.images.{number}", part) for number, part in enumerate(turn.images or ())]
-    if turn.content is None and not turn.images:
+    if turn.content is None and not turn.images and not turn.tool_calls:
         raise RequestError(f"{at} has no content; give a text or parts", param=f"{at}.content")
     parts = []
     for number, (name, part) in enumerate(content):
@@ -223,7 +224,7 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
         names[f"{at}.content.{number}"] = name
         parts.append(kind)
     role = "system" if turn.role == "developer" else turn.role
-    return ChatMessage(role=role, content=parts)
+    return ChatMessage(role=role, content=parts, tool_calls=turn.tool_calls)
 
 
 def _source(part: Content) -> tuple[native.Input, str]:
@@ -320,8 +321,9 @@ class ChatForm(Form):
         for index, reason in sorted(result.indices.items()):
             own = [chunk for chunk in joined if chunk.index == index]
             logprobs = [chunk.logprobs for chunk in own if isinstance(chunk, TextChunk) and chunk.channel == "answer"]
-            choice = {"index": index, "message": self._message(own), "logprobs": _logprobs(*logprobs)}
-            choices.append(choice | {"finish_reason": _reason(reason)})
+            message = self._message(own)
+            ended = {"finish_reason": _reason(reason, called="tool_calls" in message)}
+            choices.append({"index": index, "message": message, "logprobs": _logprobs(*logprobs)} | ended)
         body = self._head("chat.completion", outputs.request) | {"choices": choices, "usage": token_usage(result.usage)}
         return msgspec.json.encode(body), self.headers(outputs.request, first=None, result=result)
 
@@ -332,12 +334,16 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         images = []
         for chunk in chunks:
-            if isinstance(chunk, TextChunk):
+            if isinstance(chunk, TextChunk) and chunk.channel == "tool_call":
+                message["tool_calls"] = calls(chunk.text)
+            elif isinstance(chunk, TextChunk):
                 message["content" if chunk.channel == "answer" else "reasoning_content"] = chunk.text
             elif isinstance(chunk, ImageChunk):
                 images.append(_image(chunk))
             elif isinstance(chunk, AudioChunk):
                 message["audio"] = self._sound(chunk)
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
         if "audio" in message:
             message["audio"]["transcript"] = message["content"] or ""
         return message | ({"images": images} if images else {})
@@ -364,6 +370,7 @@ class ChatEvents(ChatForm):
         super().__init__(chat, outputs=outputs, names=names)
         self._include_usage = chat.stream_options is not None and bool(chat.stream_options.include_usage)
         self._is_begun: set[int] = set()
+        self._num_calls: dict[int, int] = {}
         self._fields: dict[str, Any] = {}
 
     def begins(self, chunk: Chunk) -> bool:
@@ -390,7 +397,7 @@ class ChatEvents(ChatForm):
         for index, reason in sorted(result.indices.items()):
             if "audio" in self.outputs:
                 events.append(self._event(index, {"audio": self._sound_fields(index)}))
-            events.append(self._event(index, {}, reason=_reason(reason)))
+            events.append(self._event(index, {}, reason=_reason(reason, called=index in self._num_calls)))
         if self._include_usage:
             events.append(server_sent(self._fields | {"choices": [], "usage": token_usage(result.usage)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
@@ -410,6 +417,11 @@ class ChatEvents(ChatForm):
             return {"audio": sound} if len(chunk.samples) else {}
         if not chunk.text:
             return {}
+        if chunk.channel == "tool_call":
+            first = self._num_calls.get(chunk.index, 0)
+            called = calls(chunk.text, first=first)
+            self._num_calls[chunk.index] = first + len(called)
+            return {"tool_calls": called}
         if chunk.channel == "reasoning":
             return {"reasoning_content": chunk.text}
         spoken = {"audio": {"id": self._audio_id(chunk.index), "transcript": chunk.text}}
@@ -423,9 +435,9 @@ class ChatEvents(ChatForm):
         return server_sent(self._fields | {"choices": [choice]} | usage)
 
 
-def _reason(reason: str) -> str:
-    """OpenAI knows that a text was cut, and that it was not."""
-    return "length" if reason == "length" else "stop"
+def _reason(reason: str, *, called: bool) -> str:
+    """OpenAI knows that a text was cut, that it calls tools, and that it does neither."""
+    return "length" if reason == "length" else "tool_calls" if called else "stop"
 
 
 def _image(chunk: ImageChunk) -> dict[str, Any]:

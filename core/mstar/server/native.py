@@ -29,6 +29,7 @@ from mstar.media.policy import MediaPolicy
 from mstar.media.reader import MediaReader
 from mstar.media.video import Sampling
 from mstar.plugin.spec import ModelSpec, Task
+from mstar.server.tools import ToolCalls, Tools, plain
 from mstar.types import FrameRate, Message, Part, Request, TensorPart, TextPart, TokensPart, VideoPart
 
 MAX_SEED = 2**63 - 1
@@ -104,6 +105,7 @@ _KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+    tool_calls: ToolCalls | None = None
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | Annotated[list[Input], Meta(max_length=MAX_PARTS)]
 
@@ -119,6 +121,7 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     task: str | None = None
     inputs: Annotated[list[Input], Meta(max_length=MAX_PARTS)] | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_PARTS)] | None = None
+    tools: Tools | None = None
     outputs: Annotated[list[str], Meta(max_length=MAX_PARTS)] | None = None
     params: dict[str, Any] = {}
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
@@ -311,7 +314,10 @@ def read_request(
     return Request(
         id=request_id, model=model, task=name, params=params, session=wire.session, resumed=resumed, stream=wire.stream,
         parts=tuple(part for message, parts in read if message is None for part in parts),
-        messages=tuple(Message(message.role, parts) for message, parts in read if message is not None),
+        messages=tuple(
+            Message(message.role, parts, plain(message.tool_calls)) for message, parts in read if message is not None
+        ),
+        tools=plain(wire.tools),
         outputs=tuple(wire.outputs or task.default_outputs or task.outputs[:1]),
         seed=seed if wire.seed is None else wire.seed,
     )  # fmt: skip
@@ -366,6 +372,9 @@ def _task(wire: GenerateRequest, *, spec: ModelSpec) -> str:
 def _check_fit(wire: GenerateRequest, *, name: str, task: Task) -> None:
     if wire.messages is not None and not task.messages:
         raise RequestError(f"task {name!r} takes 'inputs', not 'messages'", param="messages")
+    for param, given in (("tools", wire.tools), ("messages", [m for m in wire.messages or () if m.tool_calls])):
+        if given and (not task.tools or wire.messages is None):
+            raise RequestError(f"task {name!r} calls no tools here; leave 'tools' and 'tool_calls' out", param=param)
     if wire.session is not None and not task.sessions:
         raise RequestError(f"task {name!r} keeps no sessions; leave 'session' out", param="session")
     seen: set[str] = set()

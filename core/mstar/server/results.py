@@ -68,7 +68,7 @@ def is_wanted(request: Request, chunk: Chunk) -> bool:
     """Whether a chunk is of a kind the request asked for. A model thinks only if it was asked to."""
     if isinstance(chunk, TensorChunk) and f"tensor:{chunk.name}" in request.outputs:
         return True
-    if isinstance(chunk, TextChunk) and chunk.channel == "reasoning":
+    if isinstance(chunk, TextChunk) and chunk.channel != "answer":
         return True
     return isinstance(chunk, ProgressChunk) or _KINDS[type(chunk)] in request.outputs
 

@@ -94,6 +94,7 @@ SPEC = ModelSpec(
             tensors_out=("codes", "audio"),
             default_outputs=("text",),
             messages=True,
+            tools=True,
             video_frames=FrameRate(fps=2.0, least=4, most=768, multiple=2),
             soundtrack="use_audio_in_video",
         ),

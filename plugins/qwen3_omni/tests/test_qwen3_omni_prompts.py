@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 from asking import Asked, image, text, token_ids
 
 from mstar.errors import ConfigError, RequestError
+from mstar.plugin.text import Detokenizer
+from mstar.types import TextChunk
+from mstar_plugin_qwen3_omni.processing.calls import Calls
 from mstar_plugin_qwen3_omni.processing.text import NONCHARACTERS, ChatTemplate, Slot, Words
 
 TOOLED = """
@@ -129,3 +134,32 @@ def test_a_prompt_too_long_and_limits_of_answers(model: Asked, golden: Any) -> N
         model.ask(text("hi"), params={"logit_bias": {"352": 1}})
     found = model.ask(text("hi"), params={"n": 3, "thinker_max_tokens": 4, "ignore_eos": True})
     assert [len(ids) for ids in found.ids] == [4, 4, 4]
+
+
+def called(words: Words, said: str, *, ends: bool = True) -> list[TextChunk]:
+    """What comes of an answer, token by token."""
+    calls, detokenizer, chunks = Calls(words), Detokenizer(words), []
+    ids = [words.special.get(piece) or piece for piece in re.split("(</?tool_call>)", said) if piece]
+    for token in [token for one in ids for token in ([one] if isinstance(one, int) else words.encode(one))]:
+        chunks.append(calls.feed(TextChunk(detokenizer.feed([token]), (token,))))
+    return [*chunks, calls.feed(TextChunk(detokenizer.flush()))] if ends else chunks
+
+
+def test_calls_are_told_when_they_are_whole(words: Words) -> None:
+    call = '\n{"name": "look", "arguments": {"at": "é"}}\n'
+    chunks = called(words, f"Well.<tool_call>{call}</tool_call><tool_call>{call}</tool_call>")
+    assert "".join(chunk.text for chunk in chunks if chunk.channel == "answer") == "Well."
+    lines = [json.loads(chunk.text) for chunk in chunks if chunk.channel == "tool_call"]
+    assert lines == [{"name": "look", "arguments": '{"at": "é"}'}] * 2
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    assert len(ids) == len(words.encode("Well.")) + 2 * (2 + len(words.encode(call)))
+
+
+@pytest.mark.parametrize("said", [
+    "a<tool_call>no JSON</tool_call>b", 'a<tool_call>{"name": 3}</tool_call>b', "a<tool_call>[]</tool_call>b",
+    'a<tool_call>{"name": "cut',
+])  # fmt: skip
+def test_what_is_no_call_is_text_after_all(words: Words, said: str) -> None:
+    chunks = called(words, said)
+    assert "".join(chunk.text for chunk in chunks) == said
+    assert {chunk.channel for chunk in chunks} == {"answer"}

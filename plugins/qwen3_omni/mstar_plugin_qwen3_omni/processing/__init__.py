@@ -30,6 +30,7 @@ from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.speech import SAMPLE_RATE
 from mstar_plugin_qwen3_omni.plugin import ChatParams
 from mstar_plugin_qwen3_omni.processing import spoken
+from mstar_plugin_qwen3_omni.processing.calls import Calls
 from mstar_plugin_qwen3_omni.processing.prompt import Prompt
 from mstar_plugin_qwen3_omni.processing.turns import Reader
 
@@ -42,11 +43,13 @@ class Answer:
     """What `decode` keeps of one request.
 
     Args:
+        calls: what each text is calling just now.
         num_frames: of codes so far.
     """
 
     request: Request
     texts: dict[Path, Detokenizer] = field(default_factory=dict)
+    calls: dict[Path, Calls] = field(default_factory=dict)
     num_frames: int = 0
 
 
@@ -138,7 +141,10 @@ class OmniProcessor(Processor):
 
     def decode(self, state: Answer, emission: Emission) -> Iterator[Chunk]:
         if emission.name in ("text", "scored"):
-            yield self._text(state, emission)
+            chunk = self._text(state, emission)
+            if state.request.tools:
+                chunk = state.calls.setdefault(emission.path, Calls(self.reader.words)).feed(chunk)
+            yield chunk
         elif emission.name == "codes":
             yield from _codes(state, emission, groups=self.config.speech.talker.num_groups if self.config.speech else 0)
         else:

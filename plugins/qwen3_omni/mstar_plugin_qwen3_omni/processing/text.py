@@ -35,11 +35,16 @@ class Words(Vocabulary):
         except Exception as error:  # the library raises nothing more definite
             raise ConfigError(f"{path} is no tokenizer that can be read: {error}; download it again") from error
         super().__init__(whole)
+        self._added = {token["content"]: token["id"] for token in parsed["added_tokens"]}
         self.special = {token["content"]: token["id"] for token in parsed["added_tokens"] if token["special"]}
         parsed["added_tokens"] = [token for token in parsed["added_tokens"] if not token["special"]]
         self._plain = Tokenizer.from_str(json.dumps(parsed))
         longest_first = sorted(self.special, key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def id_of(self, token: str) -> int | None:
+        """Of an added token, by what it says."""
+        return self._added.get(token)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which nothing is special."""

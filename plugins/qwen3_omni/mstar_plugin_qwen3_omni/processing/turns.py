@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,11 @@ class Reader:
             contents = list(self._contents(message.parts, request, at=where))
             if message.role == "user" and not any(not isinstance(one, str) or one.strip() for one in contents):
                 raise RequestError(f"{where} is empty or blank; write some, or give media", param=where)
-            turns.append({"role": message.role, "content": _as_template(contents)})
+            calls = {"tool_calls": list(message.tool_calls)} if message.tool_calls else {}
+            turns.append({"role": message.role, "content": _as_template(contents), **calls})
             inserted += [one for one in contents if isinstance(one, list)]
             queue += [one for one in contents if isinstance(one, Medium)]
-        return self._through_template(turns, inserted, queue)
+        return self._through_template(turns, inserted, queue, tools=request.tools)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
@@ -114,9 +115,11 @@ class Reader:
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
-    def _through_template(self, turns: list[dict[str, Any]], inserted: list[list[int]], queue: deque[Medium]) -> Prompt:
+    def _through_template(
+        self, turns: list[dict[str, Any]], inserted: list[list[int]], queue: deque[Medium], *, tools: Sequence[Any]
+    ) -> Prompt:
         prompt = Prompt(self.config)
-        for piece in self._template.pieces(turns):
+        for piece in self._template.pieces(turns, tools=tools):
             if isinstance(piece, Slot):
                 prompt.add_text(inserted[piece])
             elif isinstance(piece, str):
@@ -191,7 +194,9 @@ class Reader:
 
 
 def _as_template(contents: list[Content]) -> str | list[dict[str, Any]]:
-    """A text alone is one; else parts."""
+    """A text alone is one, and so is none; else parts."""
+    if not contents:
+        return ""
     if len(contents) == 1 and isinstance(contents[0], str):
         return contents[0]
     parts: list[dict[str, Any]] = []
