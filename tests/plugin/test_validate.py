@@ -171,6 +171,12 @@ X = Port("x", dtype="int64")
         (one_method(inputs=(Port("x", dtype="float23"),)), "unknown dtype 'float23'; did you mean float32"),
         (one_method(inputs=(Port("x", shape=(0,)),)), r"shape \(0,\) must hold positive integers"),
         (one_method(max_batch=0), "n.m: max_batch is 0; it must be at least 1"),
+        (one_method(inputs=(X,), cached_by="y"), "n.m: cached_by is 'y'; it must name an int64 item input"),
+        (one_method(inputs=(X,), cached_by="x"), "n.m: cached_by is 'x'; it must name an int64 item input"),
+        (
+            one_method(inputs=(IDS, Port("x", "item", "int64")), cached_by="x", kv=KV()),
+            "with items alone out and no kv",
+        ),
         (one_method(outputs=(Port("y", "tokens"),)), "n.m: output port 'y' is of layout tokens, but no input is"),
         (one_method(inputs=(IDS,), kv=KV(ids="id")), "n.m: KV ids names no input port: 'id'; did you mean ids"),
         (one_method(inputs=(IDS, Port("x")), kv=KV(ids="x")), "KV ids: port 'x' is rows float; it must be integer"),

@@ -87,6 +87,12 @@ class Method:
         return next((p for p in self.outputs if p.name == name), None)
 
     @property
+    def is_cacheable(self) -> bool:
+        """Whether `cached_by` can be kept: it names a port for it, and there is nothing but items to keep."""
+        keys = [port for port in self.inputs if port.name == self.cached_by and port.dtype == "int64"]
+        return len(keys) == 1 and self.kv is None and {p.layout for p in (*keys, *self.outputs)} == {"item"}
+
+    @property
     def has_tokens(self) -> bool:
         """Whether a `tokens` input makes the batch ragged."""
         return any(p.layout == "tokens" for p in self.inputs)

@@ -93,16 +93,10 @@ def _check_node(node: parts.Node, report: _Report) -> None:
     at.require_distinct("method", [m.name for m in node.methods])
     for method in node.methods:
         at = report.at(f"{node.name}.{method.name}")
-        if method.cached_by is not None:
-            port = method.input(method.cached_by)
-            is_key = port is not None and (port.layout, port.dtype, port.optional) == ("item", "int64", False)
-            at.require(
-                is_key, f"cached_by is {method.cached_by!r}; it must name an input of layout item and dtype int64"
-            )
-            is_pure = method.kv is None and all(output.layout == "item" for output in method.outputs)
-            at.require(is_pure, "cached_by is for methods without KV whose outputs are all of layout item")
-        if method.max_batch is not None:
-            at.require(method.max_batch >= 1, f"max_batch is {method.max_batch}; it must be at least 1")
+        wrong = f"cached_by is {method.cached_by!r}; it must name an int64 item input, with items alone out and no kv"
+        at.require(method.cached_by is None or method.is_cacheable, wrong)
+        limit = method.max_batch
+        at.require(limit is None or limit >= 1, f"max_batch is {limit}; it must be at least 1")
         for side, ports in (("input", method.inputs), ("output", method.outputs)):
             at.require_distinct(f"{side} port", [p.name for p in ports])
             for port in ports:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.ipc.messages import Emit, FromWorker
+from mstar.ipc.messages import Emit, FromWorker, WalkDone
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, Row
 
 
@@ -80,3 +80,23 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, list | tuple):
         return [to_device(item, device) for item in value]
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def walk_done(lane: Lane) -> WalkDone:
+    """What the engine is told when a lane's walk has ended everywhere."""
+    request = lane.request
+    return WalkDone(
+        request_id=request.info.request_id,
+        lane=lane.name,
+        walk=lane.program.walk,
+        outputs={name: _ended_value(lane, name) for name in lane.program.outputs},
+        reasons=dict(lane.reasons),
+        counters=dict(request.counters),
+        counts=dict(request.counts),
+    )
+
+
+def _ended_value(lane: Lane, name: str) -> Any:
+    if () in lane.ended:
+        return to_host(lane.ended[()].env.get(name))
+    return [to_host(lane.ended[path].env.get(name)) for path in sorted(lane.ended)]

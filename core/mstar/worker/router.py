@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mstar.errors import PluginError, RequestError
-from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
+from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split
@@ -22,7 +22,7 @@ from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
 from mstar.worker.modules import Modules
-from mstar.worker.output import Output, mirrored, to_device, to_host
+from mstar.worker.output import Output, mirrored, to_device, to_host, walk_done
 from mstar.worker.output_cache import OutputCache
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, add_counts, plain
@@ -423,22 +423,7 @@ class Router:
                 if consumer is not None:
                     consumer.feeders -= 1
                     self._maybe_over(consumer)
-        self.output.messages.append(
-            WalkDone(
-                request_id=request.info.request_id,
-                lane=lane.name,
-                walk=lane.program.walk,
-                outputs={name: self._output(lane, name) for name in lane.program.outputs},
-                reasons=dict(lane.reasons),
-                counters=dict(request.counters),
-                counts=dict(request.counts),
-            )
-        )
-
-    def _output(self, lane: Lane, name: str) -> Any:
-        if () in lane.ended:
-            return to_host(lane.ended[()].env.get(name))
-        return [to_host(lane.ended[path].env.get(name)) for path in sorted(lane.ended)]
+        self.output.messages.append(walk_done(lane))
 
     # ---- results ----------------------------------------------------------------------------------------
 
