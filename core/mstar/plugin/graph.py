@@ -88,9 +88,10 @@ class Method:
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether `cached_by` can be kept: it names a port for it, and there is nothing but items to keep."""
-        keys = [port for port in self.inputs if port.name == self.cached_by and port.dtype == "int64"]
-        return len(keys) == 1 and self.kv is None and {p.layout for p in (*keys, *self.outputs)} == {"item"}
+        """Whether `cached_by` can be kept: a key that is a value of each task, and outputs that are, too."""
+        key = self.input(self.cached_by or "")
+        is_key = key is not None and (key.layout, key.dtype, key.optional) == ("item", "int64", False)
+        return is_key and self.kv is None and all(port.layout == "item" for port in self.outputs)
 
     @property
     def has_tokens(self) -> bool:

@@ -93,10 +93,10 @@ def _check_node(node: parts.Node, report: _Report) -> None:
     at.require_distinct("method", [m.name for m in node.methods])
     for method in node.methods:
         at = report.at(f"{node.name}.{method.name}")
-        wrong = f"cached_by is {method.cached_by!r}; it must name an int64 item input, with items alone out and no kv"
+        wrong = f"cached_by is {method.cached_by!r}; it must be an item input of dtype int64, outputs items, and no KV"
         at.require(method.cached_by is None or method.is_cacheable, wrong)
-        limit = method.max_batch
-        at.require(limit is None or limit >= 1, f"max_batch is {limit}; it must be at least 1")
+        if method.max_batch is not None:
+            at.require(method.max_batch >= 1, f"max_batch is {method.max_batch}; it must be at least 1")
         for side, ports in (("input", method.inputs), ("output", method.outputs)):
             at.require_distinct(f"{side} port", [p.name for p in ports])
             for port in ports:

@@ -1,5 +1,7 @@
 """Loops of a cursor: how they start, turn, and end: by a count, a budget, a node's stop, or the end of a stream.
 
+And what branches and children leave behind.
+
 Functions on cursors; they know no scheduler and no device. Used by the router.
 """
 
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mstar.plugin.graph import Alias, Drop, Fork
-from mstar.plugin.program import LoopEnd, LoopStart, Program, Run
+from mstar.plugin.program import LoopEnd, LoopStart, Program, Run, Spawn, Split
 from mstar.worker.state import Cursor, Frame, Work, plain
 
 
@@ -140,3 +142,20 @@ def innermost_dynamic(cursor: Cursor) -> Frame | None:
                 return frame
         at = at.parent if at.parent is not None and at.parent.scope is at.scope else None
     return None
+
+
+def collect(cursor: Cursor, op: Split | Spawn) -> None:
+    """Bring what children wrote to the cursor they belong to, in order, and go on behind them."""
+    results = sorted(cursor.results, key=lambda child: child.index)
+    cursor.results = []
+    if isinstance(op, Split):
+        for child in results:
+            for name in child.written:
+                cursor.env[name] = child.env[name]
+                cursor.written[name] = None
+            cursor.reason = child.reason or cursor.reason
+    else:
+        for source, target in op.collect:
+            cursor.env[target] = [child.env.get(source) for child in results]
+            cursor.written[target] = None
+    cursor.pc = op.join

@@ -20,7 +20,7 @@ from mstar.types import Path
 from mstar.worker.ahead import adopts
 from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
-from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
+from mstar.worker.loops import collect, end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
 from mstar.worker.modules import Modules
 from mstar.worker.output import Output, mirrored, to_device, to_host, walk_done
 from mstar.worker.output_cache import OutputCache
@@ -309,7 +309,7 @@ class Router:
             children = self._children(cursor, op, list(items) if items is not None else [])
         cursor.pending = len(children)
         if not children:
-            self._collect(cursor, op)
+            collect(cursor, op)
             return False
         view, iteration = cursor.lane.request.view, cursor.current_iteration
         if isinstance(op, Spawn) and op.ordered is not None and op.ordered(view, iteration):
@@ -355,24 +355,8 @@ class Router:
         if parent.waiting:
             self.advance(parent)  # still at its Spawn
         elif parent.pending == 0:
-            self._collect(parent, op)  # type: ignore[arg-type]
+            collect(parent, op)  # type: ignore[arg-type]
             self.advance(parent)
-
-    def _collect(self, cursor: Cursor, op: Split | Spawn) -> None:
-        """Bring what children wrote to the cursor they belong to, in order, and go on behind them."""
-        results = sorted(cursor.results, key=lambda child: child.index)
-        cursor.results = []
-        if isinstance(op, Split):
-            for child in results:
-                for name in child.written:
-                    cursor.env[name] = child.env[name]
-                    cursor.written[name] = None
-                cursor.reason = child.reason or cursor.reason
-        else:
-            for source, target in op.collect:
-                cursor.env[target] = [child.env.get(source) for child in results]
-                cursor.written[target] = None
-        cursor.pc = op.join
 
     def _end_scope(self, cursor: Cursor, *, feeds: Iterable[str], emits: Iterable[str]) -> None:
         """An item, or a whole walk, has ended: its streams close, its output is final, what it held is free."""
