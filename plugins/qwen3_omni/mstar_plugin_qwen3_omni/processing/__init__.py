@@ -92,7 +92,8 @@ class OmniProcessor(Processor):
 
     def _add_speech(self, encoded: Encoded, prompt: Prompt, params: Any) -> None:
         if params.n > 1:
-            raise RequestError(f"n is {params.n}; one answer is spoken: ask for text alone, or set n to 1", param="n")
+            message = f"n is {params.n}; one answer is spoken: ask for text alone, or set n to 1"
+            raise RequestError(message, param="params.n")
         config, generation = self.config, self.config.generation
         assert config.speech is not None
         places = prompt.positions.whole() if prompt.num_media else None
@@ -131,7 +132,8 @@ class OmniProcessor(Processor):
         most = self.config.thinker.vocab_size
         for token in values.get("logit_bias", ()):
             if not (token.isdecimal() and int(token) < most):
-                raise RequestError(f"logit_bias names token {token!r}; ids lie in 0..{most - 1}", param="logit_bias")
+                message = f"logit_bias names token {token!r}; ids lie in 0..{most - 1}"
+                raise RequestError(message, param="params.logit_bias")
         return SamplingParams(**values)
 
     # ---- emissions to chunks --------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def _wanted(params: ChatParams) -> int | None:
     """Tokens asked for, by whichever name."""
     if None not in (params.max_tokens, params.thinker_max_tokens) and params.max_tokens != params.thinker_max_tokens:
         message = f"max_tokens is {params.max_tokens}, and thinker_max_tokens {params.thinker_max_tokens}; "
-        raise RequestError(message + "they mean the same: leave one out", param="thinker_max_tokens")
+        raise RequestError(message + "they mean the same: leave one out", param="params.thinker_max_tokens")
     return params.thinker_max_tokens if params.max_tokens is None else params.max_tokens
 
 
