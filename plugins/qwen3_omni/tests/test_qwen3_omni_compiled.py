@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import served
 import torch
-from asking import Asked, ask_for
+from asking import Answer, Asked, ask_for
 
 from mstar.layers import kernels, shims
 from mstar.worker import tape
@@ -57,6 +57,11 @@ def wires(golden: Any) -> list[Any]:
     return made
 
 
+def speaking(answer: Answer) -> dict[str, int]:
+    """Counters without encoders', which may have given their outputs to another request already."""
+    return {name: count for name, count in answer.result.counters.items() if "_encoder" not in name}
+
+
 def test_frames_are_compiled_and_the_authors(compiled: Asked, model: Asked, golden: Any) -> None:
     compilation = compiled.worker.compilation
     assert set(compilation.compiled) >= UNIT | {"thinker.decode", "thinker.score"}
@@ -66,6 +71,6 @@ def test_frames_are_compiled_and_the_authors(compiled: Asked, model: Asked, gold
         assert torch.equal(answer.tensors["codes"], golden.tensors[f"full.{run}.codes"])
     for mine, theirs in zip(found, eager, strict=True):
         assert torch.equal(mine.tensors["codes"], theirs.tensors["codes"])
-        assert mine.result.counters == theirs.result.counters
+        assert speaking(mine) == speaking(theirs)
     assert all(compilation.compiled[name].num_runs for name in UNIT)
     compiled.assert_clean()
