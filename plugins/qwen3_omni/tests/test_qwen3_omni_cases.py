@@ -310,6 +310,13 @@ def test_sound_without_samples_is_refused(site: Site) -> None:
         assert "no samples" in error["message"] or "the least is 0.0126 s" in error["message"]
 
 
+@pytest.mark.parametrize(("value", "told"), [(np.nan, "NaN or infinity"), (1e30, "samples up to 1e+30")])
+def test_sound_that_is_no_sound_is_the_clients_fault(site: Site, value: float, told: str) -> None:
+    data = sound_file(np.full((1, 8000), value, dtype=np.float32), codec="pcm_f32le")
+    error = refused(site.chat(HELLO, sound(data)))
+    assert error["param"].startswith("messages.0.content.1") and told in error["message"]
+
+
 def test_a_video_is_watched_with_and_without_its_sound(site: Site) -> None:
     silent, noisy = (film(film_file(2, with_sound=one)) for one in (False, True))
     alone = tokens_and_text(site.chat(HELLO, **ANSWER))[0]
@@ -409,6 +416,16 @@ def test_an_answer_that_is_cut_is_spoken_to_its_last_word(site: Site, about: str
     without = message_of(site.chat(part, HELLO, **asked | {"speak_last_token": False}))
     assert longer["content"].startswith(cut["content"].rstrip("\ufffd")) and without["content"] == cut["content"]
     assert np.array_equal(heard(cut), heard(longer)) and not np.array_equal(heard(cut), heard(without))
+
+
+def test_voices_are_checked_wherever_they_are_named(site: Site) -> None:
+    for fields, param in (
+        ({"audio": {"voice": "nobody", "format": "wav"}}, "audio.voice"), ({"speaker": "nobody"}, "speaker"),
+        ({"speaker": "nobody", "modalities": ["text"]}, "speaker"),
+        ({"speaker": "aiden", "audio": {"voice": "ethan", "format": "wav"}}, "speaker"),
+    ):  # fmt: skip
+        error = refused(site.chat(HELLO, **SPOKEN | fields))
+        assert error["param"] == param and ("ethan" in error["message"])
 
 
 # ---- 64, 71: who stands beside a request changes nothing ----------------------------------------------------

@@ -70,6 +70,8 @@ class OmniProcessor(Processor):
                 inputs={"windows": spoken.windows(self.config.speech, request.tensor("codes"), request.params)}
             )
         params: ChatParams = request.params
+        if self.config.speech is not None:
+            spoken.speaker_id(self.config, params.speaker)  # a mistake is one in text's requests too
         prompt = self.reader.read(request)
         limit = min(self._room(prompt), _wanted(params) or USUAL_TOKENS)
         first = {"last": torch.tensor(prompt.ids[-1])}

@@ -57,13 +57,16 @@ class Sound:
 
 
 def hear(part: AudioPart, config: OmniConfig, *, param: str) -> Sound:
-    """A sound's spectrogram. Raises RequestError if it is too short to have one, or nobody here hears."""
+    """A sound's spectrogram. Raises RequestError if it is too short or loud to have one, or nobody hears."""
     if config.thinker.audio is None:
         raise RequestError(f"{param} is sound, and this checkpoint has no encoder for it; leave it out", param=param)
     samples = resampled(part.samples.mean(axis=0), part.sample_rate, config.sound.sample_rate)
     if len(samples) < config.sound.fewest:
         raise _too_short(len(samples), config.sound, param=param)
     spectrogram = log_mel(torch.from_numpy(samples), config.sound)
+    if not spectrogram.isfinite().all():
+        message = f"{param} has samples up to {np.abs(samples).max():g}; they must lie in about -1..1: scale them"
+        raise RequestError(message, param=param)
     tokens = config.thinker.audio.num_tokens(spectrogram.shape[1])
     return Sound(spectrogram, tokens, len(samples) / config.sound.sample_rate, content_key(samples))
 
