@@ -76,6 +76,7 @@ class VideoPart:
     frames: np.ndarray  # uint8 (T, H, W, 3), RGB, upright
     timestamps: np.ndarray  # float32 (T,): seconds since the clip's first frame
     sound: AudioPart | None = None  # if the task reads it (`Task.video_sound`), and a file has a track
+    duration_s: float = 0.0  # of the whole clip, whose last frame is shown as long as the others
 
 
 class UsualFrames(NamedTuple):

@@ -7,6 +7,7 @@ import wave
 import av
 import numpy as np
 import pytest
+from sounds import sound_file
 
 from mstar.errors import RequestError
 from mstar.media.audio import decode_audio, encode_pcm, encode_wav, has_audio, to_int16, wav_header
@@ -39,7 +40,10 @@ def test_decoding_gives_the_encoded_samples_back() -> None:
     assert np.abs(samples[0] - TONE).max() < 1e-4
 
 
-@pytest.mark.parametrize("data", [b"", b"no audio at all", encode_wav(TONE[:0], sample_rate=8000)])
+@pytest.mark.parametrize("data", [
+    b"", b"no audio at all", encode_wav(TONE[:0], sample_rate=8000),
+    sound_file(np.full((1, 99), np.nan, np.float32), codec="pcm_f32le"),
+])  # fmt: skip
 def test_what_is_no_audio_is_the_clients_fault(data: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         decode_audio(data, param="inputs.0.data")

@@ -224,10 +224,11 @@ def test_a_clip_of_unstated_frames_is_as_long_as_the_task_usually_takes(frames: 
 @pytest.mark.parametrize("total", [1, 2, 3, 9, 20, 47, 60])
 def test_usual_frames_are_so_many_a_second_at_nearest_places(rate: int, total: int) -> None:
     usual = UsualFrames(most=16, multiple=2, fps=2.0, least=4)
-    found = greys(decode(clip(num_frames=total, rate=rate), usual=usual))
+    shown = decode(clip(num_frames=total, rate=rate), usual=usual)
     number = min(max(total / rate * 2.0, 4), 16, total)
     number = int(number + 1e-6) // 2 * 2 or 1
-    assert found == np.rint(np.linspace(0, total - 1, number)).astype(int).tolist()
+    assert greys(shown) == np.rint(np.linspace(0, total - 1, number)).astype(int).tolist()
+    assert shown.duration_s == pytest.approx(total / rate if total > 1 else 0, abs=1e-3)
 
 
 def test_a_clip_that_lasts_too_long_is_refused() -> None:

@@ -55,8 +55,8 @@ def decode_audio(
 ) -> tuple[np.ndarray, int]:
     """Samples (channels, n) as float32 and the sample rate of an audio file of any common format.
 
-    Raises RequestError for what is no audio file, holds no samples, is longer than `max_s` seconds, or is more than the
-    budget has left.
+    Raises RequestError for what is no audio file, holds no samples or some that are no numbers, is longer than `max_s`
+    seconds, or is more than the budget has left.
     """
     blocks: list[np.ndarray] = []
     num_samples, rate = 0, 0
@@ -77,4 +77,7 @@ def decode_audio(
             blocks += [block.to_ndarray() for block in resampler.resample(frame)]
     if not num_samples:
         raise RequestError("the audio holds no samples", param=param)
-    return np.ascontiguousarray(np.concatenate(blocks, axis=1), dtype=np.float32), rate
+    samples = np.ascontiguousarray(np.concatenate(blocks, axis=1), dtype=np.float32)
+    if not np.isfinite(samples).all():
+        raise RequestError("the audio holds NaN or infinity; all samples must be finite", param=param)
+    return samples, rate

@@ -53,7 +53,7 @@ class Sampling:
             times: (frames,) float64, seconds from 0 on.
         """
         total = len(times)
-        length_s = float(times[-1]) * total / max(total - 1, 1)
+        length_s = _duration_s(times)
         usual = None if self.usual is None else UsualFrames(*self.usual)
         if self.frame_indices is not None:
             count, name = len(self.frame_indices), "frame_indices"
@@ -87,6 +87,11 @@ class Sampling:
         return np.linspace(0, total - 1, count, dtype=np.int64)
 
 
+def _duration_s(times: np.ndarray) -> float:
+    """Of a clip: its last frame is shown as long as the others."""
+    return float(times[-1]) * len(times) / max(len(times) - 1, 1)
+
+
 def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str, decode_all: bool = False) -> VideoPart:
     """The frames wanted of a video file's first video stream, upright, in RGB.
 
@@ -118,7 +123,8 @@ def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str,
     if frames is None:  # some listed frames are not there
         return decode_video(data, sampling=sampling, budget=budget, param=param, decode_all=True)
     is_plain = len(order) == len(wanted) and bool((np.diff(order) > 0).all())
-    return VideoPart(frames if is_plain else frames[order], times[picked].astype(np.float32))
+    shown = frames if is_plain else frames[order]
+    return VideoPart(shown, times[picked].astype(np.float32), duration_s=_duration_s(times))
 
 
 class _Clip:

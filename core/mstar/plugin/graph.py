@@ -270,8 +270,8 @@ Section = Call | Sequential | Parallel | When | Each | Loop | DynamicLoop | Fork
 
 # ---- streams --------------------------------------------------------------------------------------------
 
-Size = int | str | tuple[int, ...]
-"""A constant, the name of a request field, or a growing schedule whose last entry repeats."""
+Size = int | str | tuple[int | str, ...]
+"""A constant, the name of a request field, or a growing schedule of such whose last entry repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +308,9 @@ Policy = Fixed | SlidingWindow | LeftContext | Whole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """An edge between walks that run side by side; `policy` says how its consumer reads it.
+
+    A stream ends with the walk, or the item of an `Each`, that feeds it; or after the last call that sends on it, where
+    that lies in no loop, branch or condition.
 
     A chunk reaches the receiving port as its items stacked, (n, *item shape), so the port's shape is best None; n
     varies, and the final chunk may hold none. `Task.chunks` has its flags.

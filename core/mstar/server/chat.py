@@ -192,7 +192,7 @@ def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]
     task = spec.tasks[name]
     _, params = split_params(body, ChatRequest, task=task, neutral=NEUTRAL)
     params |= _limits(chat, params, task=task, names=names)
-    params |= _voice(chat, outputs=outputs, task=task, names=names)
+    params |= _voice(chat, params, outputs=outputs, task=task, names=names)
     if chat.stream_options is not None and not chat.stream:
         raise RequestError("stream_options is for streams; set stream, or leave it out", param="stream_options")
     wire = GenerateRequest(
@@ -300,7 +300,9 @@ def _limits(chat: ChatRequest, params: Mapping[str, Any], *, task: Task, names: 
     return found
 
 
-def _voice(chat: ChatRequest, *, outputs: list[str], task: Task, names: dict[str, str]) -> dict[str, Any]:
+def _voice(
+    chat: ChatRequest, params: Mapping[str, Any], *, outputs: list[str], task: Task, names: dict[str, str]
+) -> dict[str, Any]:
     if chat.audio is None:
         return {}
     if "audio" not in outputs:
@@ -314,6 +316,9 @@ def _voice(chat: ChatRequest, *, outputs: list[str], task: Task, names: dict[str
         return {}
     name = next((name for name in ("voice", "speaker") if name in field_names(task.params)), "voice")
     check_param(name, task=task, param="audio.voice")
+    if params.get(name, chat.audio.voice) != chat.audio.voice:
+        message = f"{name} is {short(params[name])}, and audio.voice {short(chat.audio.voice)}; "
+        raise RequestError(message + "they mean the same: leave one out", param=name)
     names[f"params.{name}"] = "audio.voice"
     return {name: chat.audio.voice}
 

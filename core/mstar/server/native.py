@@ -492,7 +492,8 @@ class _Parts:
             message = f"{where} are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
             raise RequestError(message, param=where, code="media_too_large")
         self.reader.budget.take(frames.numel(), f"{len(frames)} frames", where)
-        return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
+        times = np.arange(len(frames), dtype=np.float32) / np.float32(part.fps)
+        return VideoPart(frames.numpy(), times, duration_s=len(frames) / part.fps)
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:

@@ -453,6 +453,7 @@ class Router:
             for port, name in op.sends:
                 if (sent := values.get(port)) is not None:
                     self._send(request, cursor, name, sent)
+            self._close_streams(cursor, op.closes)
             if op in self.short_turns and turn(cursor, work):
                 self.scheduler.add(work)
                 return
