@@ -420,8 +420,10 @@ def test_requests_that_stay_go_on_when_others_leave(client: httpx.Client) -> Non
         next(pieces)
         with client.stream("POST", "/v1/audio/speech", json=body) as second:
             next(second.iter_raw())
-        assert speak(client, response_format="pcm").content == alone
+        beside = speak(client, response_format="pcm").content
         assert sum(map(len, pieces)) > len(alone)  # to its end, or httpx raises
+    both = [np.frombuffer(sound, "<i2").astype(int) for sound in (alone, beside)]
+    assert np.abs(both[0] - both[1]).max() <= 1  # a window's last bit depends on what is decoded with it
 
 
 # ---- offline --------------------------------------------------------------------------------------------------
