@@ -50,25 +50,6 @@ def served() -> Iterator[Served]:
     found.close()
 
 
-@pytest.fixture(scope="module")
-def url(served: Served) -> Iterator[str]:
-    with served.http() as found:
-        yield found
-
-
-@pytest.fixture
-def client(url: str, served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as found:
-        yield found
-    served.assert_clean()
-
-
-@pytest.fixture
-def official(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as found:
-        yield found
-
-
 def chat(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     response = client.post(CHAT, json={"messages": HELLO, **fields})
     assert response.status_code == 200, response.text

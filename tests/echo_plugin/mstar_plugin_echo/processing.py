@@ -212,7 +212,12 @@ def _picture(state: DecodeState, emission: Emission) -> Iterable[Chunk]:
 
 
 def encode_generate(request: Request) -> Encoded:
-    params, prompt = request.params, _prompt(request, least=2)
+    return _sampled(request, _prompt(request, least=2))
+
+
+def _sampled(request: Request, prompt: list[int]) -> Encoded:
+    """`n` samples that go on from a prompt's last token."""
+    params = request.params
     return Encoded(
         inputs={
             "ids": _ids(prompt[:-1]),
@@ -408,19 +413,7 @@ def encode_media(request: Request) -> Encoded:
 
 def encode_chat(request: Request) -> Encoded:
     """A line for each message: its role, its text, and four bytes for every image, sound or video."""
-    params, prompt = request.params, [BOS, *_conversation(request), SEPARATOR]
-    return Encoded(
-        inputs={
-            "ids": _ids(prompt[:-1]),
-            "last": [torch.tensor(prompt[-1])] * params.n,
-            "eos_at": -1 if params.eos_at is None else params.eos_at,
-        },
-        fields={"max_tokens": params.max_tokens},
-        kv_tokens={"lm.main": len(prompt) - 1 + params.max_tokens},
-        samplers={"main": sampling(params)},
-        sampler_prompts={"main": prompt},
-        prompt_token_ids=prompt,
-    )
+    return _sampled(request, [BOS, *_conversation(request), SEPARATOR])
 
 
 def encode_draw(request: Request) -> Encoded:
