@@ -45,7 +45,7 @@ NO_TORCH = ("graph", "states", "spec", "hooks", "loader", "validate", "program",
 FILE_LINES = 400
 FUNCTION_LINES = 60
 # Code lines of core by part, before several processes; see the decision in docs/architecture.md.
-BUDGETS = {"engine": 9100, "surface": 5000, "tools": 1300}
+BUDGETS = {"engine": 9400, "surface": 5200, "tools": 1350}
 SURFACE = ("media", "server", "launch", "cli", "__main__", "__init__")  # what a client or an operator meets
 TOOLS = ("client", "bench")  # what talks to a server from outside
 

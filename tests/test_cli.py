@@ -56,7 +56,7 @@ SERVER_ONLY = {
 }  # fmt: skip
 MEDIA = {
     "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
-    "--media-timeout",
+    "--max-audio-duration", "--max-video-duration", "--limit-mm-per-prompt", "--encoder-cache-bytes", "--media-timeout",
 }  # fmt: skip
 NOT_COMPILED = MEDIA | {
     "--request-timeout",

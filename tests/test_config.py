@@ -16,12 +16,14 @@ from mstar.errors import ConfigError
 
 ENGINE_FLAGS = """
 --plugin --model --set --served-model-name --dtype --quantization --device --max-model-len --max-num-seqs
---max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching --batch-invariant
+--max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching
+--encoder-cache-bytes --batch-invariant
 --enforce-eager
 --attention-backend --compile --overlap --threads --workers --start-timeout --cuda-graphs --seed
 --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 --allowed-media-domains --allowed-local-media-path
---max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --media-timeout
+--max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --max-audio-duration --max-video-duration
+--limit-mm-per-prompt --media-timeout
 """.split()
 SERVER_FLAGS = """
 --host --port --log-level --max-body-bytes --client-timeout --drain-timeout --enable-metrics --api-key --allowed-origins
@@ -52,6 +54,8 @@ def test_configurations_are_frozen_and_have_working_defaults() -> None:
         ({"dtype": "int8"}, ["--dtype is int8", "bfloat16"]),
         ({"device": "gpu"}, ["--device is 'gpu'", "cuda:N"]),
         ({"request_timeout_s": float("nan")}, ["--request-timeout is nan"]),
+        ({"max_audio_duration_s": 0}, ["--max-audio-duration is 0", "at least 0.1"]),
+        ({"encoder_cache_bytes": -1}, ["--encoder-cache-bytes is -1", "at least 0"]),
         ({"max_model_len": 0}, ["--max-model-len is 0", "the model's own limit"]),
         (
             {"allowed_media_domains": ("https://a.org",)},
@@ -120,7 +124,8 @@ def test_a_file_is_read_with_dashes_or_underscores_and_typed_values(tmp_path: Pa
     path = written(
         tmp_path,
         "plugin: echo\nmax-num-seqs: 4\nmax_model_len: 128\nkv-cache-memory-bytes: 2MiB\nswap-space: 0.5\n"
-        "enable-prefix-caching: false\nserved-model-name: [a, b]\nset:\n  codec: /x\nport: 9000\n",
+        "enable-prefix-caching: false\nserved-model-name: [a, b]\nset:\n  codec: /x\nport: 9000\n"
+        "limit-mm-per-prompt: {image: 3, video: 0}\nencoder-cache-bytes: 0\n",
     )
     assert load_config_file(path) == {
         "plugin": "echo",
@@ -132,6 +137,8 @@ def test_a_file_is_read_with_dashes_or_underscores_and_typed_values(tmp_path: Pa
         "served_model_name": ("a", "b"),
         "parts": {"codec": Path("/x")},
         "port": 9000,
+        "limit_mm_per_prompt": {"image": 3, "video": 0},
+        "encoder_cache_bytes": 0,
     }
 
 
@@ -158,6 +165,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("a: " + "[" * 5000, ["not YAML"]),
         ("port: " + "9" * 400, ["whole number"]),
         ("swap-space: 1.0e+308", ["less than 8 EiB"]),
+        ("limit-mm-per-prompt: image", ["whole number"]),
+        ("limit-mm-per-prompt: image=-1", ["image=3,video=0", "image, audio, video"]),
+        ("limit-mm-per-prompt: {smell: 1}", ["image=3,video=0"]),
+        ("limit-mm-per-prompt: image=1,image=2", ["image=3,video=0"]),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:

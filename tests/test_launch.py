@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from mstar import config, launch
 from mstar.config import EngineConfig, ServerConfig
 from mstar.errors import ConfigError, RequestError
+from mstar.observe import printable
 
 KV = 16 * 2**20
 
@@ -42,6 +43,13 @@ def test_run_writes_result_and_tensors(tmp_path: Path) -> None:
     assert result["task"] == "chunks" and result["seed"] == 3 and result["counters"]
     tensors = load_file(out / "tensors.safetensors")
     assert {o["name"] for o in result["outputs"] if o["type"] == "tensor"} == set(tensors)
+
+
+def test_run_prints_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = text("hello", task="generate", seed=3, params={"max_tokens": 4})
+    assert launch.run(engine_config(), asked, out=tmp_path, base=tmp_path) == 0
+    (answer,) = json.loads((tmp_path / "result.json").read_text())["outputs"]
+    assert answer["text"] and capsys.readouterr().out == printable(answer["text"]) + "\n"
 
 
 def test_run_reports_mistakes_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mstar.observe import hide, progress, redact, setup_logging
+from mstar.observe import hide, printable, progress, redact, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +91,8 @@ def test_progress_ends_with_one_line_that_says_how_much_was_done(capsys: pytest.
     shown = capsys.readouterr().err
     assert "loading weights: 3.0 MiB in" in shown
     assert "reading: 1 files in" in shown
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert printable("a\tb\nné 狐") == "a\tb\nné 狐"
+    assert printable("\x1b[2J\r\u202e\x00") == r"\x1b[2J\r\u202e\x00"

@@ -83,8 +83,22 @@ def _file(value: Any) -> str:
     return str(Path(_text(value)).expanduser())
 
 
+def _folder(value: Any) -> str:
+    return _file(value)
+
+
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _amounts(value: Any) -> dict[str, int]:
+    """Kind of media -> how many, from a mapping or "image=3,video=1"."""
+    given = value if isinstance(value, Mapping) else _text(value).split(",")
+    pairs = given.items() if isinstance(given, Mapping) else [one.partition("=")[::2] for one in given]
+    found = {str(kind).strip(): _integer(number) for kind, number in pairs}
+    if not found.keys() <= {*MEDIA_KINDS} or len(found) < len(pairs) or min(found.values(), default=0) < 0:
+        raise ValueError(f"expected KIND=NUMBER,..., such as image=3,video=0; kinds are {', '.join(MEDIA_KINDS)}")
+    return found
 
 
 def _is_media_host(text: str) -> bool:
@@ -145,7 +159,7 @@ class Flag:
             return HIDDEN
         if self.is_switch:
             return "on" if value else "off"
-        return str(value) if self.unit == 1 else f"{value / self.unit:g}"
+        return str(value).removesuffix(".0") if self.unit == 1 else f"{value / self.unit:g}"
 
 
 def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any) -> Any:
@@ -155,6 +169,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
     return field(default=default, metadata=metadata, repr=not metadata["flag"].is_secret)
 
 
+MEDIA_KINDS = ("image", "audio", "video")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int4")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
@@ -195,6 +210,9 @@ class EngineConfig:
         _gib, GIB, "host memory for swapping, in GiB; 0: recompute instead", name="--swap-space", minimum=0, unit=GIB
     )
     enable_prefix_caching: bool = _setting(_boolean, True, "reuse the KV cache of prompts that begin alike")
+    encoder_cache_bytes: int = _setting(
+        _size, 256 * 1024**2, "outputs kept of media encoders, by content; 0: none", minimum=0, default_text="256MiB"
+    )
     batch_invariant: bool = _setting(_boolean, False, "results bit for bit the same in any batch; slower")
     enforce_eager: bool = _setting(_boolean, False, "run every method alone as written, no fused loops; slower")
     attention_backend: str = _setting(
@@ -204,7 +222,7 @@ class EngineConfig:
     overlap: bool = _setting(_boolean, False, "prepare the next step while this one runs; on a CPU with --compile")
     threads: int | None = _setting(
         _integer, None, "threads that compute; wins over OMP_NUM_THREADS, which wins over the default", minimum=1,
-        default_text="torch's, but of more than two cores one is left to the server",
+        default_text="torch's, but of two or more cores one is left to the server",
     )  # fmt: skip
     workers: int = _setting(
         _integer, 0, "worker processes, each with the whole model; 0: one worker, in the server's process", minimum=0,
@@ -227,7 +245,7 @@ class EngineConfig:
         default_text="none: no URL is fetched; 'mstar run' fetches from any public host",
     )  # fmt: skip
     allowed_local_media_path: str | None = _setting(
-        _file, None, "folder below which requests may name media files", default_text="none"
+        _folder, None, "folder below which requests may name media files", default_text="none"
     )
     max_media_bytes: int = _setting(
         _size, 64 * 1024**2, "largest media file that is fetched or read", minimum=1024, default_text="64MiB"
@@ -239,6 +257,11 @@ class EngineConfig:
         _integer, 32 * 1024**2, "most pixels of an image, or of a video's frame", minimum=1, maximum=178_956_970
     )
     max_video_frames: int = _setting(_integer, 1024, "most frames that are taken of a video", minimum=1, maximum=65536)
+    max_audio_duration_s: float = _setting(_number, 3600.0, "longest sound, in seconds", minimum=0.1)
+    max_video_duration_s: float = _setting(_number, 3600.0, "longest video, in seconds", minimum=0.1)
+    limit_mm_per_prompt: Mapping[str, int] = _setting(
+        _amounts, dict, "most media of a kind in a request, as image=3,video=1,audio=2", default_text="no limit"
+    )
     media_timeout_s: float = _setting(_number, 30.0, "seconds for fetching and decoding a request's media", minimum=0.1)
 
     def __post_init__(self) -> None:

@@ -14,8 +14,10 @@ import gc
 import importlib.util
 import ipaddress
 import logging
+import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,7 +38,7 @@ from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead, WorkerStatus
 from mstar.layers import kernels, shims
 from mstar.model import Model, find_model
-from mstar.observe import progress
+from mstar.observe import printable, progress
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.processes import STOP_S, Processes
@@ -46,7 +48,7 @@ from mstar.server.guard import Connection
 from mstar.server.native import GenerateRequest, check_known, check_request, convert
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
-from mstar.types import ProgressChunk, TensorChunk
+from mstar.types import ProgressChunk, TensorChunk, TextChunk
 from mstar.worker.compiled import Compilation, Progress
 from mstar.worker.finish import described
 from mstar.worker.worker import Worker
@@ -201,19 +203,21 @@ async def _report(engine: Engine) -> None:
         for method in node.methods
         if method.kv is not None and method.kv.write and not method.has_tokens
     }
-    num_before = 0
+    before = (0, 0)
     while True:
         await asyncio.sleep(_REPORT_INTERVAL_S)
         state, stats = engine.state, engine.state.stats
         if state.plan is None and state.dead is None:
             logger.info("%s", state.loading)
-        if stats is not None and engine.num_active:
-            num_tokens = sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
-            rate = (num_tokens - num_before) / _REPORT_INTERVAL_S
+        if stats is None:
+            continue
+        now = stats.steps, sum(rows for name, (_, rows, _) in stats.method_s.items() if name in methods)
+        rates = [(number - last) / _REPORT_INTERVAL_S for number, last in zip(now, before, strict=True)]
+        before = now
+        if engine.num_active:
             kv = ", ".join(f"{name} {100 * used / max(total, 1):.0f} %" for name, (used, total) in stats.pools.items())
-            line = "running %d, waiting %d, %.1f tokens/s, KV use: %s"
-            logger.info(line, state.num_running, state.num_waiting, rate, kv or "none")
-            num_before = num_tokens
+            line = "running %d, waiting %d, %.1f batches/s, %.1f tokens/s, KV use: %s"
+            logger.info(line, state.num_running, state.num_waiting, *rates, kv or "none")
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------
@@ -289,7 +293,18 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
         logger.info("Starting mstar server on %s://%s:%d", scheme, shown, listener.getsockname()[1])
         server = Server(app, engine, config=server_config)
         await server.serve(sockets=[listener])
-        return 1 if server.force_exit or server.is_cut else 0
+        code = 1 if server.force_exit or server.is_cut else 0
+    if engine.is_abandoned:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process at once: Python would unwind a worker that still is in a kernel, and C++ abort for it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Server(uvicorn.Server):
@@ -386,5 +401,8 @@ async def _run(
                 logger.info("drew %s", ", ".join(path.name for path in drawn) or "nothing: there is nothing to see")
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
+        for chunk in outputs.joined():
+            if isinstance(chunk, TextChunk) and chunk.channel == "answer":
+                sys.stdout.write(printable(chunk.text) + "\n")
         logger.info("%s after %.2f s: wrote %s", handle.result.finish_reason, handle.result.timings["total_s"], out)
     return 0

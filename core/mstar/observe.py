@@ -99,3 +99,8 @@ def progress(description: str, total: float | None, unit: str = "items") -> Iter
     done = bar.tasks[0].completed
     amount = f"{done / 2**20:.1f} MiB" if unit == "bytes" else f"{done:g} {unit}"
     logger.info("%s: %s in %.1f s", description, amount, time.monotonic() - started)
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what is not printable, but for line ends and tabs, is escaped."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else ascii(sign)[1:-1] for sign in text)

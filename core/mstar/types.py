@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -75,17 +75,51 @@ class ImagePart:
 class VideoPart:
     frames: np.ndarray  # uint8 (T, H, W, 3), RGB, upright
     timestamps: np.ndarray  # float32 (T,): seconds since the clip's first frame
+    sound: AudioPart | None = None  # if the task reads it (`Task.video_sound`), and a file has a track
+    duration_s: float = 0.0  # of the whole clip, whose last frame is shown as long as the others
+
+
+class UsualFrames(NamedTuple):
+    """Which frames of a video are taken if its part does not choose: spread evenly, the first and the last among them.
+
+    Args:
+        most: of one video.
+        multiple: their number is the largest multiple of it that fits; of a clip with no more frames than that, all.
+        fps: so many a second, at nearest places, but at least `least` where there are as many. None: as many as fit, at
+            places rounded down.
+    """
+
+    most: int
+    multiple: int = 1
+    fps: float | None = None
+    least: int = 1
 
 
 Part = TextPart | TokensPart | TensorPart | AudioPart | ImagePart | VideoPart
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an earlier answer. `arguments`: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Args:
+        tool_calls: of an assistant's turn.
+        tool_call_id: of a tool's turn, if given: which call it answers.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +131,7 @@ class Request:
         outputs: kinds of output asked for: "text", "audio", "image", "video", "tensors", "tensor:NAME".
         params: the task's params struct, defaults filled in.
         seed: given by the client, or drawn.
+        tools: what the model may call, in OpenAI's form, as chat templates take it.
         kept: of a session that goes on, what walks gave its requests before and none has consumed, by name.
     """
 
@@ -105,6 +140,7 @@ class Request:
     task: str
     parts: tuple[Part, ...]
     messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     outputs: tuple[str, ...] = ()
     params: Any = None
     seed: int = 0
@@ -114,8 +150,9 @@ class Request:
     stream: bool = False
 
     def tensor(self, name: str) -> Tensor | None:
-        """The tensor input called `name`, if it was given."""
-        return next((p.tensor for p in self.parts if isinstance(p, TensorPart) and p.name == name), None)
+        """The tensor input called `name`, if it was given, in a message too."""
+        parts = (*self.parts, *(part for message in self.messages for part in message.parts))
+        return next((p.tensor for p in parts if isinstance(p, TensorPart) and p.name == name), None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -236,9 +273,18 @@ class TensorChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallChunk:
+    """A whole call of a tool, of which the answer's text holds nothing. `arguments`: JSON."""
+
+    name: str
+    arguments: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressChunk:
     step: int
     total: int
 
 
-Chunk = TextChunk | AudioChunk | ImageChunk | TensorChunk | ProgressChunk
+Chunk = TextChunk | AudioChunk | ImageChunk | TensorChunk | ToolCallChunk | ProgressChunk

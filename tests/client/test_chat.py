@@ -90,3 +90,9 @@ def test_parts_of_generate_and_strings_become_those_of_the_route() -> None:
     for call in (lambda: chat.chat("a", {"stream": True}), lambda: chat.generate_images("a", {"stream": True})):
         with pytest.raises(TypeError, match="stream"):
             call()
+
+
+def test_only_samples_take_a_rate() -> None:
+    assert mstar.client.audio(b"RIFF")["data"].endswith("base64,UklGRg==")
+    with pytest.raises(TypeError, match="sample_rate is for samples"):
+        mstar.client.audio(b"RIFF", sample_rate=8000)

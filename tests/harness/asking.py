@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +74,14 @@ class Answer:
 class Asked(Served):
     """A served model that answers native requests."""
 
-    async def answer(self, wire: GenerateRequest) -> Answer:
+    async def answer(self, wire: GenerateRequest, *, abort_after: int | None = None) -> Answer:
+        """Send a request and wait for its end. `abort_after`: hang up after so many chunks."""
         handle = await self.engine.submit(wire)
-        found = Answer(None, [chunk async for chunk in handle])  # type: ignore[arg-type]  # set below
+        found = Answer(None, [])  # type: ignore[arg-type]  # set below
+        async for chunk in handle:
+            found.chunks.append(chunk)
+            if len(found.chunks) == abort_after:
+                handle.abort()
         assert handle.result is not None
         found.result = handle.result
         outputs = Outputs(handle.request)
@@ -89,14 +94,25 @@ class Asked(Served):
     def ask(self, *inputs: Part, **request: Any) -> Answer:
         return self.run(self.answer(ask_for(*inputs, **request)))  # type: ignore[no-any-return]
 
-    def ask_all(self, *wires: GenerateRequest, apart_s: float = 0.0) -> list[Answer]:
-        """All together, or each so long after the one before."""
+    def ask_all(
+        self, *wires: GenerateRequest, apart_s: float = 0.0, abort_after: Mapping[int, int] | None = None
+    ) -> list[Answer]:
+        """All together, or each so long after the one before.
+
+        `abort_after`: place -> chunks, as of `answer`; an error stands in these places.
+        """
+        aborted = abort_after or {}
 
         async def later(number: int, wire: GenerateRequest) -> Answer:
             await asyncio.sleep(number * apart_s)
-            return await self.answer(wire)
+            return await self.answer(wire, abort_after=aborted.get(number))
 
-        async def gather() -> list[Answer]:
-            return await asyncio.gather(*(later(number, wire) for number, wire in enumerate(wires)))
+        async def gather() -> list[Any]:
+            works = [later(number, wire) for number, wire in enumerate(wires)]
+            return await asyncio.gather(*works, return_exceptions=True)
 
-        return self.run(gather())  # type: ignore[no-any-return]
+        found: list[Any] = self.run(gather())
+        for number, answer in enumerate(found):
+            if isinstance(answer, BaseException) and number not in aborted:
+                raise answer
+        return found

@@ -14,7 +14,7 @@ from mstar.errors import RequestError
 from mstar.media.audio import decode_audio, encode_wav
 from mstar.media.policy import Budget, MediaPolicy
 from mstar.media.video import Sampling, decode_video
-from mstar.types import VideoPart
+from mstar.types import UsualFrames, VideoPart
 
 OPEN_GROUPS = {"x265-params": "open-gop=1:keyint=12:log-level=none"}
 KINDS: dict[str, dict[str, Any]] = {
@@ -218,3 +218,21 @@ def test_a_clip_of_unstated_frames_is_as_long_as_the_task_usually_takes(frames: 
     picked = Sampling(usual=(8, 4)).pick(times, budget=budget, param="inputs.0")
     assert picked.tolist() == np.linspace(0, frames - 1, count, dtype=int).tolist()
     assert len(Sampling(num_frames=1, usual=(8, 4)).pick(times, budget=budget, param="inputs.0")) == 1
+
+
+@pytest.mark.parametrize("rate", [2, 10, 24, 30])
+@pytest.mark.parametrize("total", [1, 2, 3, 9, 20, 47, 60])
+def test_usual_frames_are_so_many_a_second_at_nearest_places(rate: int, total: int) -> None:
+    usual = UsualFrames(most=16, multiple=2, fps=2.0, least=4)
+    shown = decode(clip(num_frames=total, rate=rate), usual=usual)
+    number = min(max(total / rate * 2.0, 4), 16, total)
+    number = int(number + 1e-6) // 2 * 2 or 1
+    assert greys(shown) == np.rint(np.linspace(0, total - 1, number)).astype(int).tolist()
+    assert shown.duration_s == pytest.approx(total / rate if total > 1 else 0, abs=1e-3)
+
+
+def test_a_clip_that_lasts_too_long_is_refused() -> None:
+    assert decode(policy=MediaPolicy(max_video_s=6), num_frames=1).frames.shape[0] == 1
+    error = refusal(policy=MediaPolicy(max_video_s=5.5), num_frames=1)
+    assert error.param == "inputs.0.data" and error.code == "media_too_large"
+    assert "lasts 5.9 s; the limit is 5.5 s" in error.message and "--max-video-duration" in error.message

@@ -122,6 +122,18 @@ def test_not_installed(install: Install) -> None:
     assert "sample (mstar-plugin-sample 1.2)" in message
 
 
+def test_a_plugin_that_lies_beside_the_core_is_suggested(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("sample")
+    monkeypatch.setattr("mstar.__file__", str(tmp_path / "clone" / "core" / "mstar" / "__init__.py"))
+    folder = tmp_path / "clone" / "plugins" / "quite_another"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    with pytest.raises(ConfigError, match=re.escape(f"; try: pip install -e {folder}; installed: ")):
+        load("quite-another")
+
+
 @pytest.mark.parametrize(("name", "hint"), [("sampel", "; did you mean sample?"), ("../quite/another", "")])
 def test_no_package_is_suggested_for_a_typo_or_for_what_cannot_be_one(install: Install, name: str, hint: str) -> None:
     install("sample")

@@ -91,3 +91,14 @@ def test_what_a_section_writes_is_what_its_calls_and_collects_leave() -> None:
     graph = graph_of(Call("n.step"))
     assert written(Loop(2, Call("n.step"), collect={"y": "ys"}), graph) == ["x", "y", "ys"]
     assert written(Each(Call("n.step"), over="items", collect={"x": "xs"}), graph) == ["xs"]
+
+
+def test_a_stream_closes_behind_the_last_call_that_feeds_it_unless_that_may_run_again() -> None:
+    send = Call("n.step", sends={"x": "once", "y": "looped"})
+    section = Sequential(send, Sequential(Call("n.step", sends={"x": "once"})), Loop(2, send, name="l"), Call("n.step"))
+    streams = (Stream(name="once", policy=Fixed(1)), Stream(name="looped", policy=Fixed(1)))
+    runs = [op for op in compile_walk(graph_of(section, *streams), "w").ops if isinstance(op, Run)]
+    assert [run.closes for run in runs] == [(), (), (), ()]
+    section = Sequential(send, Sequential(Call("n.step", sends={"x": "once"})), Call("n.step"))
+    runs = [op for op in compile_walk(graph_of(section, *streams), "w").ops if isinstance(op, Run)]
+    assert [run.closes for run in runs] == [("looped",), ("once",), ()]

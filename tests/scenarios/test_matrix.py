@@ -82,14 +82,20 @@ def test_every_case_of_a_task_alone_and_together(
 
 
 def test_all_that_can_be_compiled_is_and_runs(
-    start: Callable[..., Any], mode: str, cases: Callable[..., Any], make: Callable[..., Any]
+    start: Callable[..., Any],
+    engines: Callable[[str], Any],
+    mode: str,
+    cases: Callable[..., Any],
+    make: Callable[..., Any],
 ) -> None:
-    served = start()
+    served, eager = start(), engines("eager, large pool")
     compilation, before = served.worker.compilation, num_runs(served)
     assert ("compiled" in mode) == bool(before)
     assert "compiled" not in mode or set(COMPILED) <= set(compilation.compiled), compilation.eager
     served.check_all(cases())
     hold_a_talk(served, make, "talk", ["one", "two"])
+    chat = make("chat", "go on", seed=5, max_tokens=6, **DRAWN)
+    assert served.ask(chat).token_ids() == eager.ask(chat).token_ids() != []
     assert not [name for name, runs in num_runs(served).items() if runs == before[name]]
 
 

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any
 
+import httpx
+import openai
 import pytest
 import torch
 from msgspec import Meta, Struct
+from served import Served as ServedModel
 
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
@@ -272,3 +275,25 @@ def serving_fixture() -> Callable[..., Any]:
 @pytest.fixture
 def parrot_spec() -> ModelSpec:
     return SPEC
+
+
+# ---- clients of what a module serves --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(served: ServedModel) -> Iterator[str]:
+    with served.http() as found:
+        yield found
+
+
+@pytest.fixture
+def client(url: str, served: ServedModel) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as found:
+        yield found
+    served.assert_clean()
+
+
+@pytest.fixture
+def official(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found

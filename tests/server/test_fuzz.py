@@ -137,7 +137,7 @@ def test_valid_native_requests_are_answered(site: Site, data: st.DataObject) -> 
     only = KEPT_SHORT | {
         "model": st.sampled_from([None, *site.served.engine.model_names]),
         "task": st.just(task),
-        "outputs": st.none(),
+        "outputs": st.none(), "tools": st.just([]),
         "params": site.short({"$ref": f"#/{spec.tasks[task].params.__name__}"}),
         "inputs": st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": KEPT_SHORT["input"]}), min_size=1,
                            max_size=2),

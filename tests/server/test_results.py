@@ -82,6 +82,15 @@ def test_files_are_written_under_names_of_ours(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "image-0.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_numbers_stand_on_one_line_of_the_file_and_texts_stay_as_they_are(tmp_path: Path) -> None:
+    outputs, result = make("text")
+    said = "[\n1,\n2\n]"
+    outputs.add(TextChunk(said, (5, 6, 7)))
+    outputs.write(tmp_path, result)
+    written = (tmp_path / "result.json").read_text()
+    assert '"token_ids": [5, 6, 7]' in written and json.loads(written)["outputs"][0]["text"] == said
+
+
 def test_one_safetensors_body_holds_the_result_too(tmp_path: Path) -> None:
     outputs, result = make("audio")
     outputs.add(AudioChunk(np.full(3, 0.5, np.float32), 24000))

@@ -319,6 +319,7 @@ def test_features_of_samplers_that_are_not_captured_at_load_are_when_first_used(
 
 
 def test_a_pool_that_grows_drops_its_graphs_once(parts: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     captured, eager = Captured(parts, max_num_seqs=4), parts(max_num_seqs=4)
     counts, before = captured.graphs.counts, captured.graphs.counts.captures
     for num in (3, 1, 3):

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from mstar.ipc.messages import Abort, Failed
 
@@ -54,6 +57,31 @@ def test_methods_share_time_and_not_turns(parts: Callable[..., Any]) -> None:
         batch = worker.step(lambda batch: 10.0 if batch.key[1] == "prefill" else 1.0)
         turns[batch.key[1]] += 1
     assert 3 <= turns["prefill"] <= 5
+
+
+@pytest.mark.parametrize("scale_s", [3.0, 10.0, 40.0])
+def test_nothing_ready_waits_for_two_long_steps_in_a_row(parts: Callable[..., Any], scale_s: float) -> None:
+    seconds = {"decode": 1.0, "scale": scale_s, "prefill": 10.0}
+    worker = parts(max_num_batched_tokens=4, block_size=4)
+    worker.open("generate", "d", max_tokens=400)
+    worker.step()
+    worker.open("generate", "p" * 120, max_tokens=1)
+    worker.open("draw", "d", steps=64)
+    turns = []
+    while {work.op.target for work in worker.scheduler.works()} == {"lm.decode", "lm.prefill", "left.scale"}:
+        turns.append(worker.step(lambda batch: seconds[batch.key[1]]).key[1])
+    had = {method: turns.count(method) * cost for method, cost in seconds.items()}
+    pairs = {pair for pair in itertools.pairwise(turns[5:]) if "decode" not in pair}
+    assert set(had) == set(turns) and not pairs, "decode is always ready"
+    assert max(had.values()) < 1.4 * min(had.values()) + max(seconds.values()), had
+
+
+def test_steps_that_take_no_time_are_not_long(parts: Callable[..., Any]) -> None:
+    worker = parts(max_num_batched_tokens=4, block_size=4)
+    worker.open("generate", "p" * 40, max_tokens=4)
+    worker.open("draw", "d", steps=4)
+    while (batch := worker.step(lambda batch: 0.0)) is not None:
+        assert not worker.scheduler._passed, batch.key
 
 
 def test_a_method_that_had_nothing_to_do_has_saved_no_time(parts: Callable[..., Any]) -> None:

@@ -22,7 +22,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="print JSON")
 _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 
 
-@click.group()
+@click.group(short_help="List, check, remove and carry compiled code.")
 def cache() -> None:
     """Compiled code, kept in MSTAR_CACHE (default: ~/.cache/mstar): list, check, remove, carry."""
 

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 _WITHOUT = (
     "served_model_name", "max_queue", "session_ttl_s", "max_sessions", "request_timeout_s", "stall_timeout_s", "seed",
     "allowed_media_domains", "allowed_local_media_path", "max_media_bytes", "media_memory_bytes", "max_image_pixels",
-    "max_video_frames", "media_timeout_s", "compile", "enforce_eager", "batch_invariant",
+    "max_video_frames", "max_audio_duration_s", "max_video_duration_s", "limit_mm_per_prompt", "media_timeout_s",
+    "compile", "enforce_eager", "batch_invariant", "encoder_cache_bytes",
     "workers", "start_timeout_s",
 )  # fmt: skip
 
 
-@click.command("compile")
+@click.command("compile", short_help="Build beforehand what 'mstar serve --compile' needs.")
 @options.settings(config.EngineConfig, without=_WITHOUT)
 @options.config_option
 @click.option(

@@ -58,7 +58,7 @@ class Check:
         return state != "problem"
 
 
-@click.command()
+@click.command(short_help="Say whether this machine can serve, and what to do if not.")
 @options.only(config.EngineConfig, "plugin")
 @click.option("--model", help="also check this checkpoint: a folder, a hub id or 'tiny'")
 @click.option("--host", default=config.default(config.ServerConfig, "host"), show_default=True, help="address to check")

@@ -21,7 +21,7 @@ _SERVER_ONLY = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Answer one request without a server, into files.")
 @click.option("--request", "request_file", metavar="FILE", help="JSON request, as for POST /v1/generate; -: stdin")
 @click.option("--text", help="instead of --request: a request with this text, after what these name:")
 @click.option("--image", "images", multiple=True, metavar="FILE|URL", help="an image; repeatable")
@@ -52,7 +52,7 @@ def run(
     audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None,
     params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
-    """Answer one request and write result.json, tensors.safetensors and media files."""
+    """Answer one request: print its text, and write result.json, tensors.safetensors and media files."""
     if num_frames is not None and not videos:
         raise click.UsageError("--num-frames chooses frames of a --video; there is none")
     sampling = {} if num_frames is None else {"num_frames": num_frames}

@@ -13,7 +13,7 @@ from mstar.cli import options
 from mstar.errors import ConfigError
 
 
-@click.command()
+@click.command(short_help="Serve a model over HTTP.")
 @click.argument("positional_model", metavar="[MODEL]", required=False)
 @options.settings(config.EngineConfig)
 @options.settings(config.ServerConfig)

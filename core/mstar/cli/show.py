@@ -57,7 +57,7 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
     return row | texts | {name: list(getattr(spec, name)) for name in _LISTS}
 
 
-@click.command()
+@click.command(short_help="Draw a model's nodes, walks and streams.")
 @options.only(config.EngineConfig, "plugin")
 @click.option("--model", help="draw for this checkpoint: a folder, a hub id or 'tiny'  [default: the published one]")
 @click.option(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import base64
+import shutil
+import subprocess
+import tempfile
+import wave
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,18 +24,45 @@ from mstar.types import ImageChunk
 CHAT, GENERATIONS, EDITS = "/v1/chat/completions", "/v1/images/generations", "/v1/images/edits"
 Messages = str | Sequence[Mapping[str, Any]]
 _DONE = b"[DONE]"
+_PLAYERS = (("ffplay", "-nodisp", "-autoexit"), ("afplay",), ("paplay",), ("aplay",))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One of `n` answers. `images`: uint8 (height, width, 3). `audio`: a file, or of a stream 16-bit samples."""
+    """One of `n` answers. `images`: uint8 (height, width, 3). `audio`: a file, or of a stream 16-bit samples.
+
+    `tool_calls` are as OpenAI has them.
+    """
 
     text: str = ""
     reasoning: str = ""
     images: list[np.ndarray] = field(default_factory=list)
     audio: bytes = b""
+    sample_rate: int | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    is_streamed: bool = False
+
+    def save_audio(self, path: str | Path) -> None:
+        """Write the sound: the file that came, or of a stream a WAV file. Raises ClientError if there is none."""
+        if not self.audio:
+            raise ClientError('the answer has no sound; ask for modalities=["text", "audio"]')
+        if not self.is_streamed:
+            Path(path).write_bytes(self.audio)
+            return
+        with wave.open(str(path), "wb") as file:
+            file.setparams((1, 2, self.sample_rate or 0, 0, "NONE", ""))
+            file.writeframes(self.audio)
+
+    def play_audio(self) -> None:
+        """Play the sound, with the first player that this machine has. Raises ClientError if it has none."""
+        found = next((command for command in _PLAYERS if shutil.which(command[0])), None)
+        if found is None:
+            raise ClientError(f"no player is installed here; install {_PLAYERS[0][0]}, or use save_audio")
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_audio(file := Path(folder) / "answer.wav")
+            subprocess.run([*found, str(file)], check=True, capture_output=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +79,7 @@ class Chat(Sequence[Choice]):
     raw: Mapping[str, Any] = field(repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Choice.__annotations__:
+        if name.startswith("_") or not hasattr(Choice, name):
             raise AttributeError(f"a chat's answer has no {name!r}")
         return getattr(self.choices[0], name)
 
@@ -152,8 +184,10 @@ def _taken(message: Mapping[str, Any], choice: Choice, *, index: int) -> Iterato
         image = _image({"data": data, "index": index, "partial": is_partial})
         choice.images += [] if is_partial else [image.pixels]
         yield image
+    choice.tool_calls += message.get("tool_calls") or ()
     audio = message.get("audio") or {}
     if "data" in audio:
+        choice.sample_rate = audio.get("sample_rate")
         choice.audio += base64.b64decode(audio["data"])
         if "transcript" not in audio:  # a piece
             yield read_output({**audio, "format": "pcm", "index": index}, kind="audio")
@@ -196,7 +230,7 @@ class ChatDecoder:
                 continue
             self._last = read_event(content, headers=self._headers)
             for entry in self._last["choices"]:
-                choice = self._choices.setdefault(entry["index"], Choice())
+                choice = self._choices.setdefault(entry["index"], Choice(is_streamed=True))
                 choice.finish_reason = entry["finish_reason"] or choice.finish_reason
                 choice.logprobs += (entry["logprobs"] or {}).get("content") or []
                 yield from _taken(entry["delta"], choice, index=entry["index"])

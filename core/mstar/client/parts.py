@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import wave
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,24 @@ def image(source: Any) -> dict[str, Any]:
     file = io.BytesIO()
     (source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source))).save(file, "PNG")
     return media("image", file.getvalue())
+
+
+def audio(source: Any, *, sample_rate: int | None = None) -> dict[str, Any]:
+    """A sound: what `media` takes, or samples (n,) or (channels, n), int16 or float, and their rate; sent as WAV of 16
+    bits.
+    """
+    if isinstance(source, bytes | Path | str):
+        if sample_rate is not None:
+            raise TypeError("sample_rate is for samples; a file tells its own: leave it out")
+        return media("audio", source)
+    samples = np.atleast_2d(np.asarray(source))
+    if samples.dtype != np.int16:
+        samples = (samples.clip(-1, 1) * 32767).round().astype(np.int16)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((len(samples), 2, sample_rate or 16000, 0, "NONE", ""))
+        sound.writeframes(samples.T.astype("<i2").tobytes())
+    return media("audio", file.getvalue())
 
 
 def video(source: Any, **fields: Any) -> dict[str, Any]:

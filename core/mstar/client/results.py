@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 
 from mstar.client.errors import NO_AUDIO, ClientError, StreamBroken
-from mstar.types import AudioChunk, ImageChunk, ProgressChunk, TensorChunk, TextChunk
+from mstar.types import AudioChunk, ImageChunk, ProgressChunk, TensorChunk, TextChunk, ToolCallChunk
 
 if TYPE_CHECKING:
     from torch import Tensor as TorchTensor
@@ -33,8 +33,8 @@ class Audio(AudioChunk):
             file.writeframes((self.samples * 32767).round().astype("<i2").tobytes())
 
 
-Text, Image, Tensor, Progress = TextChunk, ImageChunk, TensorChunk, ProgressChunk
-Output = TextChunk | Audio | ImageChunk | TensorChunk
+Text, Image, Tensor, ToolCall, Progress = TextChunk, ImageChunk, TensorChunk, ToolCallChunk, ProgressChunk
+Output = TextChunk | ToolCallChunk | Audio | ImageChunk | TensorChunk
 Event = Output | ProgressChunk
 
 
@@ -65,6 +65,10 @@ class Result:
     def reasoning(self) -> list[str]:
         """What the model thought before its answers, apart from them."""
         return [output.text for output in self.outputs if isinstance(output, Text) and output.channel == "reasoning"]
+
+    @property
+    def tool_calls(self) -> list[ToolCallChunk]:
+        return [output for output in self.outputs if isinstance(output, ToolCall)]
 
     @property
     def audio(self) -> list[Audio]:
@@ -150,6 +154,8 @@ def read_output(fields: Mapping[str, Any], *, kind: str, as_torch: bool = False)
         return Image(pixels, index, fields.get("partial", False))
     if kind in ("tensor", "tensors"):
         return Tensor(fields["name"], _read_tensor(fields, as_torch=as_torch), index, tuple(fields.get("start", ())))
+    if kind == "tool_call":
+        return ToolCall(fields["name"], fields["arguments"], index)
     if kind == "progress":
         return Progress(fields["step"], fields["total"])
     raise ClientError(f"the server sent {kind!r}, which this client does not know; upgrade mstar-core here")
@@ -195,7 +201,7 @@ class Outputs:
         if isinstance(event, Progress) or (isinstance(event, Image) and event.partial):
             return
         name = event.name if isinstance(event, Tensor) else getattr(event, "channel", "")
-        name = len(self._pieces) if isinstance(event, Image) else name
+        name = len(self._pieces) if isinstance(event, Image | ToolCall) else name
         self._pieces.setdefault((type(event), event.index, name), []).append(event)
 
     def joined(self) -> list[Output]:

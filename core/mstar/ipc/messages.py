@@ -148,6 +148,7 @@ class Stats(Struct, tag=True, frozen=True, kw_only=True):
     cache_hit_tokens: int
     cache_queried_tokens: int
     method_s: dict[str, tuple[int, int, float]]  # "module.method" -> (calls, rows, seconds)
+    encoder_cache: tuple[int, int, int] = (0, 0, 0)  # calls looked up, found; bytes held
 
 
 class Beat(Struct, tag=True, frozen=True, kw_only=True):

@@ -27,15 +27,17 @@ _BUILT = "kernel.so"
 _logger = logging.getLogger(__name__)
 
 
-def function(source: Path, dtype: torch.dtype, arguments: Sequence[Any]) -> Callable[..., None] | None:
-    """The function of a source file that is named after it and a dtype, for example `linear_bfloat16`.
+def function(
+    source: Path, dtype: torch.dtype, arguments: Sequence[Any], *, name: str | None = None
+) -> Callable[..., None] | None:
+    """The function of a source file that is named after it, or as said, and a dtype, for example `linear_bfloat16`.
 
     Returns None for other dtypes than float32 and bfloat16, and where the file cannot be built.
     """
     found = library(source) if dtype in (torch.float32, torch.bfloat16) else None
     if found is None:
         return None
-    entry = found[f"{source.stem}_{dtype}".replace("torch.", "")]
+    entry = found[f"{name or source.stem}_{dtype}".replace("torch.", "")]
     entry.argtypes, entry.restype = arguments, None
     return entry
 

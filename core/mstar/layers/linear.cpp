@@ -211,3 +211,36 @@ extern "C" void linear_float32(const void* x, const void* weight, const void* bi
                                int64_t K, int threads) {
     linear((const float*)x, (const float*)weight, (const float*)bias, (float*)out, M, N, K, threads);
 }
+
+// Row m of x by weight group[m] of G, each (N, K). Rows of one group are multiplied together, in their order.
+template <typename T>
+static void grouped(const T* x, const T* weight, const int64_t* group, T* out, int64_t M, int64_t G, int64_t N,
+                    int64_t K, int threads) {
+    static thread_local std::vector<int64_t> ends, order;
+    static thread_local std::vector<T> rows, products;
+    ends.assign(G + 1, 0), order.resize(M);
+    for (int64_t m = 0; m < M; m++) ends[group[m] + 1]++;
+    for (int64_t g = 0; g < G; g++) ends[g + 1] += ends[g];
+    for (int64_t m = 0; m < M; m++) order[ends[group[m]]++] = m;  // now ends[g] is where group g ends
+    for (int64_t g = 0, begin = 0; g < G; begin = ends[g++]) {
+        const int64_t count = ends[g] - begin, *const own = order.data() + begin;
+        if (count == 0) continue;
+        if (count == 1) {
+            linear(x + *own * K, weight + g * N * K, (const T*)nullptr, out + *own * N, 1, N, K, threads);
+            continue;
+        }
+        rows.resize(count * K), products.resize(count * N);
+        for (int64_t i = 0; i < count; i++) memcpy(rows.data() + i * K, x + own[i] * K, K * sizeof(T));
+        linear(rows.data(), weight + g * N * K, (const T*)nullptr, products.data(), count, N, K, threads);
+        for (int64_t i = 0; i < count; i++) memcpy(out + own[i] * N, products.data() + i * N, N * sizeof(T));
+    }
+}
+
+extern "C" void grouped_bfloat16(const void* x, const void* weight, const int64_t* group, void* out, int64_t M,
+                                 int64_t G, int64_t N, int64_t K, int threads) {
+    grouped((const uint16_t*)x, (const uint16_t*)weight, group, (uint16_t*)out, M, G, N, K, threads);
+}
+extern "C" void grouped_float32(const void* x, const void* weight, const int64_t* group, void* out, int64_t M,
+                                int64_t G, int64_t N, int64_t K, int threads) {
+    grouped((const float*)x, (const float*)weight, group, (float*)out, M, G, N, K, threads);
+}

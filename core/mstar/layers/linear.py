@@ -22,7 +22,6 @@ from mstar.layers.kernels import function
 SOURCE = Path(__file__).with_suffix(".cpp")
 PRODUCT = SOURCE.with_name("product.cpp")
 ROWS = 16  # batches are padded to a multiple of it when they must be invariant
-FEW = 32  # float32 rows, for the kernel whose rows do not depend on their number
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
 
@@ -97,7 +96,7 @@ def kernel(dtype: torch.dtype) -> tuple[Callable[..., None] | None, int]:
     if entry is None:
         return None, 0
     if dtype == torch.float32:
-        return entry, FEW
+        return entry, 32
     return entry, 8 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1 << 40
 
 

@@ -14,7 +14,7 @@ struct Given {
                            int64_t, int);
     int32_t (*draw)(const void* state, const void* logits, int32_t is_bfloat16, int64_t row_stride, int64_t num_rows,
                     const int64_t* rows, int64_t* ids, uint8_t* flags, int32_t threads);
-    void (*product)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
+    void (*grouped[2])(const void*, const void*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t, int);
     int32_t (*get_data_ptr)(Tensor*, void**);
     int32_t (*get_dtype)(Tensor*, int32_t*);
     int32_t (*get_dim)(Tensor*, int64_t*);
@@ -27,7 +27,7 @@ extern "C" void set_given(const Given* values) { given = *values; }
 extern "C" int omp_get_max_threads();
 
 constexpr int32_t OK = 0, FAILED = 1, INT32 = 3, INT64 = 4, FLOAT32 = 6, BFLOAT16 = 15, CPU = 0;
-constexpr int64_t SERIAL = 1 << 18, FEW = 32, MOST_DIMS = 8;  // as in linear.py
+constexpr int64_t SERIAL = 1 << 18, MOST_DIMS = 8;  // as in linear.py
 
 struct View {
     char* data;
@@ -72,8 +72,19 @@ extern "C" int32_t aoti_torch_cpu_linear(Tensor* x, Tensor* weight, Tensor** bia
     const View y(*out);
     const int64_t rows = a.size(0, a.dims - 1), width = w.sizes[0], depth = w.sizes[1];
     const int threads = rows * width * depth > SERIAL ? omp_get_max_threads() : 1;
-    auto* const multiply = a.dtype == FLOAT32 && rows > FEW ? given.product : given.linear[a.dtype == BFLOAT16];
-    multiply(a.data, w.data, b, y.data, rows, width, depth, threads);
+    given.linear[a.dtype == BFLOAT16](a.data, w.data, b, y.data, rows, width, depth, threads);
+    return OK;
+}
+
+extern "C" int32_t aoti_torch_cpu_grouped_linear(Tensor* x, Tensor* weight, Tensor* group, Tensor** out) {
+    const View a(x), w(weight), g(group);
+    if (!a.is_read || !w.is_read || !g.is_read || a.dims != 2 || w.dims != 3 || g.dims != 1) return FAILED;
+    if (!is_ours(a.dtype) || a.dtype != w.dtype || g.dtype != INT64 || g.sizes[0] != a.sizes[0]) return FAILED;
+    if (!a.is_contiguous() || !w.is_contiguous() || !g.is_contiguous() || a.sizes[1] != w.sizes[2]) return FAILED;
+    if (empty(a, w.sizes[1], out)) return FAILED;
+    const int threads = a.sizes[0] * w.sizes[1] * w.sizes[2] > SERIAL ? omp_get_max_threads() : 1;
+    given.grouped[a.dtype == BFLOAT16](a.data, w.data, (const int64_t*)g.data, View(*out).data, a.sizes[0], w.sizes[0],
+                                       w.sizes[1], w.sizes[2], threads);
     return OK;
 }
 

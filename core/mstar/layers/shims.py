@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mstar.errors import ConfigError
-from mstar.layers import kernels, linear, quantized
+from mstar.layers import grouped, kernels, linear, quantized
 from mstar.layers.attention import KVBatch, cpu
 from mstar.layers.sampling import native
 
@@ -33,6 +33,7 @@ torch.library.register_fake(
 
 _C_DECLARATIONS = {
     "linear": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int32_t",
+    "grouped_linear": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle",
     "linear_int4": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*",
     "attend": "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, double, int64_t",
     "draw": "AtenTensorHandle, AtenTensorHandle, int64_t",
@@ -116,11 +117,12 @@ def load() -> bool:
     """Make the operators known to compiled code; False where they, or our kernels, cannot be built."""
     found = kernels.library(SOURCE, mode=ctypes.RTLD_GLOBAL)
     kinds = {source: [f"{source.stem}_{dtype}" for dtype in ("float32", "bfloat16")] for source in _BY_DTYPE}
-    kinds |= {native.SOURCE: ["sampler_draw"], linear.PRODUCT: ["product_float32"]}
+    kinds[native.SOURCE] = ["sampler_draw"]
     built = {source: kernels.library(source) for source in kinds}
     if found is None or None in built.values():
         return False
     ours = [getattr(built[source], name) for source, names in kinds.items() for name in names]
+    ours += [grouped.kernel(dtype) for dtype in DTYPES]
     runtime = ctypes.CDLL(str(Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"))
     theirs = [getattr(runtime, f"aoti_torch_{name}") for name in _TORCH]
     pointers = [ctypes.cast(function, ctypes.c_void_p) for function in (*ours, *theirs)]

@@ -44,13 +44,19 @@ def encode_wav(samples: np.ndarray, *, sample_rate: int) -> bytes:
     return wav_header(sample_rate=sample_rate, data_bytes=len(data)) + data
 
 
+def has_audio(data: bytes, *, param: str | None = None) -> bool:
+    """Whether a file holds a sound track."""
+    with open_container(data, what="video", param=param) as container:
+        return bool(container.streams.audio)
+
+
 def decode_audio(
     data: bytes, *, max_s: float = 3600.0, budget: Budget | None = None, param: str | None = None
 ) -> tuple[np.ndarray, int]:
     """Samples (channels, n) as float32 and the sample rate of an audio file of any common format.
 
-    Raises RequestError for what is no audio file, holds no samples, is longer than `max_s` seconds, or is more than the
-    budget has left.
+    Raises RequestError for what is no audio file, holds no samples or some that are no numbers, is longer than `max_s`
+    seconds, or is more than the budget has left.
     """
     blocks: list[np.ndarray] = []
     num_samples, rate = 0, 0
@@ -62,11 +68,16 @@ def decode_audio(
             rate = frame.sample_rate
             num_samples += frame.samples
             if num_samples > max_s * rate:
-                raise RequestError(f"the audio is longer than {max_s:g} s; send less", param=param)
+                message = f"{param or 'the audio'} is longer than {max_s:g} s, which is the limit; "
+                message += "send a shorter part, or raise --max-audio-duration"
+                raise RequestError(message, param=param, code="media_too_large")
             if budget is not None:
                 budget.left_s(param)
                 budget.take(4 * frame.samples * frame.layout.nb_channels, "more samples", param)
             blocks += [block.to_ndarray() for block in resampler.resample(frame)]
     if not num_samples:
         raise RequestError("the audio holds no samples", param=param)
-    return np.ascontiguousarray(np.concatenate(blocks, axis=1), dtype=np.float32), rate
+    samples = np.ascontiguousarray(np.concatenate(blocks, axis=1), dtype=np.float32)
+    if not np.isfinite(samples).all():
+        raise RequestError("the audio holds NaN or infinity; all samples must be finite", param=param)
+    return samples, rate

@@ -64,7 +64,7 @@ def read_data_uri(uri: str, *, param: str | None = None) -> bytes:
     """The bytes of a base64 data URI. Raises RequestError for anything else; the media type is not looked at."""
     head, comma, payload = uri.partition(",")
     if not comma or not head[:5].lower() == "data:" or not head.endswith(";base64"):
-        raise RequestError("expected a data URI, as 'data:audio/wav;base64,...'", param=param)
+        raise RequestError("expected a data URI in base64, as 'data:image/png;base64,...'", param=param)
     try:
         return binascii.a2b_base64(payload, strict_mode=True)
     except ValueError as error:  # binascii's, or of text that is not ASCII

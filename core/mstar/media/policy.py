@@ -9,9 +9,9 @@ import functools
 import ipaddress
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,8 @@ class MediaPolicy:
             asked at an address that is not public but where that address, or a network with it, stands here too.
         allowed_local_path: files below it may be named by clients; None: no file may.
         max_bytes: of one file that is fetched or read.
+        max_audio_s, max_video_s: of one sound, of one video.
+        most_of_kind: "image", "audio" or "video" -> most of them in a request; others have no limit.
         memory_bytes: of all decoded media of one request together.
         timeout_s: for all media of one request together, from first to last.
         max_redirects: of one URL.
@@ -45,6 +47,9 @@ class MediaPolicy:
     max_bytes: int = 64 * 1024**2
     max_image_pixels: int = 32 * 1024**2
     max_video_frames: int = 1024
+    max_audio_s: float = 3600.0
+    max_video_s: float = 3600.0
+    most_of_kind: Mapping[str, int] = field(default_factory=dict)
     memory_bytes: int = 1024**3
     timeout_s: float = 30.0
     max_redirects: int = 5
@@ -59,6 +64,9 @@ class MediaPolicy:
             max_bytes=config.max_media_bytes,
             max_image_pixels=config.max_image_pixels,
             max_video_frames=config.max_video_frames,
+            max_audio_s=config.max_audio_duration_s,
+            max_video_s=config.max_video_duration_s,
+            most_of_kind=config.limit_mm_per_prompt,
             memory_bytes=config.media_memory_bytes,
             timeout_s=config.media_timeout_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mstar.media import audio
@@ -34,14 +35,21 @@ class MediaReader:
         """An audio part."""
         data, param = self._bytes(source, param), f"{param}.data"
         with self.budget.decoding(param):
-            return AudioPart(*audio.decode_audio(data, budget=self.budget, param=param))
+            return self._sound(data, param)
 
-    def video(self, source: str, *, sampling: Sampling, param: str) -> VideoPart:
-        """A video part."""
+    def video(self, source: str, *, sampling: Sampling, param: str, with_sound: bool = False) -> VideoPart:
+        """A video part; `with_sound`: and its sound, if it has a track."""
         sampling.check(param=param)
-        data = self._bytes(source, param)
-        with self.budget.decoding(f"{param}.data"):
-            return decode_video(data, sampling=sampling, budget=self.budget, param=param)
+        data, where = self._bytes(source, param), f"{param}.data"
+        with self.budget.decoding(where):
+            found = decode_video(data, sampling=sampling, budget=self.budget, param=param)
+            if with_sound and audio.has_audio(data, param=where):
+                found = replace(found, sound=self._sound(data, where))
+            return found
+
+    def _sound(self, data: bytes, param: str) -> AudioPart:
+        longest = self.budget.policy.max_audio_s
+        return AudioPart(*audio.decode_audio(data, max_s=longest, budget=self.budget, param=param))
 
     def _bytes(self, source: str, param: str) -> bytes:
         return read_source(source, budget=self.budget, base=self._base, param=f"{param}.data")

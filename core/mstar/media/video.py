@@ -14,7 +14,7 @@ import numpy as np
 from mstar.errors import RequestError
 from mstar.media.container import open_container
 from mstar.media.policy import Budget
-from mstar.types import VideoPart
+from mstar.types import UsualFrames, VideoPart
 
 _MAX_PACKETS = 1 << 18  # about two hours
 # Codecs whose key frames need nothing before them; of others, and of what is irregular, everything is decoded.
@@ -31,14 +31,13 @@ class Sampling:
         fps: the frame shown at 0 s, 1 / fps s, 2 / fps s and so on, to the end of the clip.
         num_frames: `np.linspace(0, frames of the clip - 1, num_frames)`, rounded down.
         frame_indices: these, in this order, counted from 0 as they are shown.
-        usual: (most, multiple): as `num_frames`, the largest multiple within the clip and `most`; of a clip with no
-            more frames than `multiple`, all.
+        usual: what is taken where the part does not choose.
     """
 
     fps: float | None = None
     num_frames: int | None = None
     frame_indices: Sequence[int] | None = None
-    usual: tuple[int, int] | None = None
+    usual: tuple[int, int] | UsualFrames | None = None
 
     def check(self, *, param: str) -> None:
         """Raises RequestError if two are given. `param` is the part's."""
@@ -54,6 +53,8 @@ class Sampling:
             times: (frames,) float64, seconds from 0 on.
         """
         total = len(times)
+        length_s = _duration_s(times)
+        usual = None if self.usual is None else UsualFrames(*self.usual)
         if self.frame_indices is not None:
             count, name = len(self.frame_indices), "frame_indices"
             if (last := max(self.frame_indices)) >= total:
@@ -65,14 +66,14 @@ class Sampling:
                 message = f"{param}.num_frames is {count}; the clip has {total} frames; ask for at most as many"
                 raise RequestError(message, param=f"{param}.num_frames")
         elif self.fps is not None:
-            length_s = times[-1] * total / max(total - 1, 1)
             count, name = max(1, int(length_s * self.fps + 1e-6)), "fps"
         else:
             count, name = total, "data"
-            if self.usual is not None:
-                most, multiple = self.usual
-                count = min(total, most)
-                count -= count % multiple if count > multiple else 0
+            if usual is not None:
+                count = min(total, usual.most)
+                if usual.fps is not None:
+                    count = min(count, max(usual.least, int(length_s * usual.fps + 1e-6)))
+                count -= count % usual.multiple if count > usual.multiple else 0
         if count > (limit := budget.policy.max_video_frames):
             message = f"{param} would be {count} frames, of {total} in the clip; the limit is {limit}; "
             message += "ask for fewer by fps, num_frames or frame_indices, or raise --max-video-frames"
@@ -81,7 +82,14 @@ class Sampling:
             return np.array(self.frame_indices, dtype=np.int64)
         if self.fps is not None:
             return np.searchsorted(times, np.arange(count) / self.fps + 1e-4, side="right") - 1
+        if name == "data" and usual is not None and usual.fps is not None:
+            return np.rint(np.linspace(0, total - 1, count)).astype(np.int64)
         return np.linspace(0, total - 1, count, dtype=np.int64)
+
+
+def _duration_s(times: np.ndarray) -> float:
+    """Of a clip: its last frame is shown as long as the others."""
+    return float(times[-1]) * len(times) / max(len(times) - 1, 1)
 
 
 def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str, decode_all: bool = False) -> VideoPart:
@@ -105,13 +113,18 @@ def decode_video(data: bytes, *, sampling: Sampling, budget: Budget, param: str,
         times = None if decode_all else clip.listed_times()
         decode_all = times is None
         times = clip.counted_times() if times is None else times
+        if times[-1] > (longest := budget.policy.max_video_s):
+            message = f"{where} lasts {times[-1]:.1f} s; the limit is {longest:g} s; send a part of it, "
+            message += "or raise --max-video-duration"
+            raise RequestError(message, param=where, code="media_too_large")
         picked = sampling.pick(times, budget=budget, param=param)
         wanted, order = np.unique(picked, return_inverse=True)
         frames = clip.frames(wanted, copies=len(picked), decode_all=decode_all)
     if frames is None:  # some listed frames are not there
         return decode_video(data, sampling=sampling, budget=budget, param=param, decode_all=True)
     is_plain = len(order) == len(wanted) and bool((np.diff(order) > 0).all())
-    return VideoPart(frames if is_plain else frames[order], times[picked].astype(np.float32))
+    shown = frames if is_plain else frames[order]
+    return VideoPart(shown, times[picked].astype(np.float32), duration_s=_duration_s(times))
 
 
 class _Clip:

@@ -3,7 +3,8 @@
 Importing this package costs milliseconds and no torch. `Node` and `Task` here are declarations: a component of the
 graph, and a thing a model can be asked for. The `nn.Module` behind a component and its turn at a method carry the
 same names in `mstar.plugin.nodes`, which does import torch: a plugin's `nodes.py` imports from there. What a processor
-may use on audio is in `mstar.plugin.media`, which imports numpy and FFmpeg; on tokens, in `mstar.plugin.text`.
+may use on media is in `mstar.plugin.media`, which imports numpy and FFmpeg; on tokens, in `mstar.plugin.text`; to find
+calls of tools in a text, in `mstar.plugin.tools`.
 """
 
 from mstar.errors import ConfigError, PluginError, RequestError
@@ -54,6 +55,9 @@ from mstar.types import (
     TextPart,
     TokenLogprob,
     TokensPart,
+    ToolCall,
+    ToolCallChunk,
+    UsualFrames,
     VideoPart,
 )
 
@@ -63,5 +67,5 @@ __all__ = [
     "Logprob", "Loop", "Message", "Method", "ModelSpec", "Node", "Parallel", "Part", "PluginError", "Port", "Processor",
     "ProgressChunk", "Request", "RequestError", "RequestView", "SamplingParams", "Sequential", "SlidingWindow",
     "Start", "States", "Stream", "Task", "TensorChunk", "TensorPart", "TextChunk", "TextPart", "Then", "TokenLogprob",
-    "TokensPart", "VideoPart", "Walk", "When", "Whole", "hookimpl",
+    "TokensPart", "ToolCall", "ToolCallChunk", "UsualFrames", "VideoPart", "Walk", "When", "Whole", "hookimpl",
 ]  # fmt: skip

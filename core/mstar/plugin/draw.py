@@ -120,7 +120,8 @@ def _boxes(graph: parts.Graph, section: parts.Section) -> list[_Box]:
 def _wiring(graph: parts.Graph, call: parts.Call) -> list[str]:
     read = {port: f"{name}: {_shown(graph.stream(name))}" for port, name in call.receives.items()}
     arrows = {"←": call.inputs, "⇐ stream": read, "→": call.outputs, "⇒ stream": call.sends, "⇒ client as": call.emits}
-    return [f"{port} {arrow} {name}" for arrow, ports in arrows.items() for port, name in ports.items()]
+    cache = [] if call.cache is None else [f"cached by {call.cache}"]
+    return [f"{port} {arrow} {name}" for arrow, ports in arrows.items() for port, name in ports.items()] + cache
 
 
 _Arrow = tuple[str, _Box, _Box, str]

@@ -160,6 +160,8 @@ class _Fuser:
         for port in (*op.method.inputs, *op.method.outputs):
             if port.layout != "rows":
                 return f"{op.target} has the port {port.name!r} of layout {port.layout}, not rows"
+        if op.cache is not None:
+            return f"{op.target} need not run where its outputs are cached"
         if op.method.kv is not None and op.method.kv.tokens != 1:
             return f"{op.target} adds {op.method.kv.tokens} tokens a row"
         return [(op, None)]

@@ -110,6 +110,7 @@ class _CallFields:
     receives: Mapping[str, str] = field(default_factory=dict)
     sends: Mapping[str, str] = field(default_factory=dict)
     emits: Mapping[str, str] = field(default_factory=dict)
+    cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,9 @@ class Call(_CallFields):
         receives: input port -> stream it takes one chunk from at every run.
         sends: output port -> stream it puts its items on.
         emits: output port -> name under which the client's side gets it, at every run.
+        cache: name of the value with the bytes that tell all it depends on (`plugin.media.content_key`; None: it has to
+            run): outputs of an equal call, of this request or another, stand for its own. For methods that do nothing
+            else: no KV, slots, host state or draws.
     """
 
     target: str
@@ -134,6 +138,13 @@ class Call(_CallFields):
     @property
     def method(self) -> str:
         return self.target.partition(".")[2]
+
+    def cache_problem(self, method: Method, *, missing: str) -> str:
+        """Why its outputs cannot be cached, or nothing. `missing`: why the key is no value here."""
+        if self.cache is not None and missing:
+            return f"cache names no value {self.cache!r} that is there by then{missing}"
+        is_alone = method.kv is None and not self.receives
+        return "" if self.cache is None or is_alone else "it has a cache, but uses KV or a stream, which no key tells"
 
 
 class Sequential:
@@ -259,8 +270,8 @@ Section = Call | Sequential | Parallel | When | Each | Loop | DynamicLoop | Fork
 
 # ---- streams --------------------------------------------------------------------------------------------
 
-Size = int | str | tuple[int, ...]
-"""A constant, the name of a request field, or a growing schedule whose last entry repeats."""
+Size = int | str | tuple[int | str, ...]
+"""A constant, the name of a request field, or a growing schedule of such whose last entry repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +308,9 @@ Policy = Fixed | SlidingWindow | LeftContext | Whole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """An edge between walks that run side by side; `policy` says how its consumer reads it.
+
+    A stream ends with the walk, or the item of an `Each`, that feeds it; or after the last call that sends on it, where
+    that lies in no loop, branch or condition.
 
     A chunk reaches the receiving port as its items stacked, (n, *item shape), so the port's shape is best None; n
     varies, and the final chunk may hold none. `Task.chunks` has its flags.

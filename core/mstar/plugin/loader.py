@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -104,7 +105,10 @@ def _find(name: str) -> EntryPoint:
         listed = ", ".join(map(str, plugins)) or "none"
         hint = did_you_mean(_key(name), {plugin.name for plugin in plugins})
         if not hint and re.fullmatch(r"[a-z0-9]([a-z0-9_]*[a-z0-9])?", _key(name)):  # a distribution may be called so
-            hint = f"; try: pip install mstar-plugin-{_key(name).replace('_', '-')}"
+            folder = Path(mstar.__file__).parents[2] / "plugins" / _key(name)
+            is_beside = (folder / "pyproject.toml").is_file()  # in a clone, where no index is needed
+            named = f"-e {folder}" if is_beside else f"mstar-plugin-{folder.name.replace('_', '-')}"
+            hint = f"; try: pip install {named}"
         raise ConfigError(f"no plugin {name!r} is installed{hint}; installed: {listed}")
     if len(found) > 1:
         listed = " and ".join(f"{c.distribution} {c.version} ({c.value})" for c in map(_describe, found))

@@ -19,7 +19,8 @@ MethodKey = tuple[str, str]
 class Run:
     """Run one method, then go on at the next op.
 
-    `free_ports`: row inputs of any shape, which tasks must agree on to batch. `unit`: the methods it runs in truth.
+    `free_ports`: row inputs of any shape, which tasks must agree on to batch. `closes`: streams that nothing after it
+    sends on. `unit`: the methods it runs in truth.
     """
 
     node: str
@@ -31,9 +32,11 @@ class Run:
     sends: tuple[tuple[str, str], ...]  # (port, stream name)
     emits: tuple[tuple[str, str], ...]
     target: str = ""
+    closes: tuple[str, ...] = ()
     has_tokens: bool = False
     free_ports: tuple[str, ...] = ()
     unit: Unit | None = None
+    cache: str | None = None  # the value that holds its content key
 
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
@@ -156,6 +159,13 @@ class Program:
 class _Compiler:
     graph: parts.Graph
     ops: list[Op | None] = field(default_factory=list)
+    closing: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def scope(self, section: parts.Section) -> None:
+        """A whole walk, or the body of an Each: what its streams live and end with."""
+        self.closing |= last_senders(section)
+        self.emit(section)
+        self.ops.append(Join())
 
     def emit(self, section: parts.Section) -> None:
         if isinstance(section, parts.Call):
@@ -193,8 +203,10 @@ class _Compiler:
             sends=tuple(call.sends.items()),
             emits=tuple(call.emits.items()),
             target=call.target,
+            closes=tuple(sorted(self.closing.get(id(call), ()))),
             has_tokens=method.has_tokens,
             free_ports=tuple(p.name for p in method.inputs if p.layout == "rows" and p.shape is None),
+            cache=call.cache,
         )
 
     def _split(self, section: parts.Parallel) -> None:
@@ -213,8 +225,7 @@ class _Compiler:
 
     def _spawn(self, section: parts.Each) -> None:
         hole = self._hole()
-        self.emit(section.section)
-        self.ops.append(Join())
+        self.scope(section.section)
         self.ops[hole] = Spawn(
             over=section.over,
             body=hole + 1,
@@ -277,6 +288,25 @@ def feeds(section: parts.Section) -> frozenset[str]:
     return frozenset(name for call in calls_outside(section, parts.Each) for name in call.sends.values())
 
 
+def last_senders(section: parts.Section) -> dict[int, frozenset[str]]:
+    """Calls directly in a scope's sequence, by id -> the streams that nothing later in the scope sends on."""
+    found: dict[int, frozenset[str]] = {}
+    later: frozenset[str] = frozenset()
+    for part in reversed(list(_in_order(section))):
+        if isinstance(part, parts.Call):
+            found[id(part)] = frozenset() if id(part) in found else feeds(part) - later
+        later |= feeds(part)
+    return found
+
+
+def _in_order(section: parts.Section) -> Iterator[parts.Section]:
+    if isinstance(section, parts.Sequential):
+        for child in section.sections:
+            yield from _in_order(child)
+    else:
+        yield section
+
+
 def emits(section: parts.Section) -> frozenset[str]:
     """Names under which a section emits outside inner Eaches."""
     return frozenset(name for call in calls_outside(section, parts.Each) for name in call.emits.values())
@@ -287,8 +317,7 @@ def compile_walk(graph: parts.Graph, name: str) -> Program:
     walk = graph.walk(name)
     assert walk is not None, name
     compiler = _Compiler(graph)
-    compiler.emit(walk.section)
-    compiler.ops.append(Join())
+    compiler.scope(walk.section)
     return Program(
         walk=name,
         ops=tuple(op for op in compiler.ops if op is not None),

@@ -13,6 +13,7 @@ from typing import Any
 
 from mstar.errors import ConfigError, PluginError
 from mstar.plugin.graph import Graph
+from mstar.types import UsualFrames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,10 @@ class Task:
         default_outputs: outputs when the request names none (default: the first of `outputs`).
         messages: whether chat messages are accepted instead of inputs.
         sessions: whether a request may name a session, which keeps what later requests go on with.
-        video_frames: of a video whose part does not choose frames, (most, multiple): spread evenly over it, at most so
-            many, and a multiple of the second where there are that many. None: every frame.
+        video_frames: of a video whose part does not choose frames, `UsualFrames`, or its first two fields. None: every
+            frame.
+        video_sound: name of the parameter that, if true, asks for the sound of videos too (`VideoPart.sound`).
+        tools: whether tools may come with messages (`Request.tools`), whose calls the processor gives as chunks.
     """
 
     params: type[Any]
@@ -40,7 +43,9 @@ class Task:
     default_outputs: tuple[str, ...] = ()
     messages: bool = False
     sessions: bool = False
-    video_frames: tuple[int, int] | None = None
+    video_frames: tuple[int, int] | UsualFrames | None = None
+    video_sound: str | None = None
+    tools: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

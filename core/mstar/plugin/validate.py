@@ -274,6 +274,8 @@ class _Flow:
             for port in method.inputs:
                 if port.name not in call.receives:
                     self.feed(call, port, scope, at)
+            wrong = call.cache_problem(method, missing=scope.read(call.cache or "").missing)
+            at.require(not wrong, wrong)
             scope.values |= {call.outputs.get(p.name, p.name): _Value(port=p) for p in method.outputs}
 
     def wiring(self, call: parts.Call, method: parts.Method, scope: _Scope, at: _Report) -> None:
@@ -446,7 +448,7 @@ def _check_size(size: parts.Size, place: str, least: int, at: _Report) -> None:
     at.require(sizes, f"{place} is an empty schedule; give at least one size")
     for value in sizes:
         wrong = f"{place} is {value!r}; it must be an integer of at least {least}"
-        at.require(isinstance(value, int) and value >= least, wrong)
+        at.require(isinstance(value, str) or (isinstance(value, int) and value >= least), wrong)
 
 
 def _check_ends(senders: list[_End], receivers: list[_End], lanes: _Lanes, at: _Report) -> None:

@@ -40,6 +40,10 @@ from mstar.types import Chunk, ImageChunk, TensorChunk
 
 Answer = TypeVar("Answer")
 
+_OFFERED = {
+    openai.SPEECH: "read text aloud", chat.CHAT: "chat", images.GENERATIONS: "draw", images.EDITS: "change images",
+}  # fmt: skip
+"""Routes that models may have -> what a model without one does not do."""
 _LARGE_BYTES = 1 << 16  # bodies from here on are read in a thread
 
 
@@ -294,9 +298,12 @@ class Surface:
         if isinstance(error, HTTPException):  # the router's 404 and 405
             headers |= error.headers or {}
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
-            routes = ", ".join(route_names(self.routes))
-            message = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}"
-            error = RequestError(message, status=error.status_code)
+            routes, does = ", ".join(route_names(self.routes)), _OFFERED.get(scope["path"])
+            message, code = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}", None
+            if error.status_code == 404 and does is not None:
+                message = f"this model, {self._engine.spec.name!r}, does not {does}, so there is no {scope['path']}; "
+                message, code = f"{message}routes: {routes}", "unsupported_endpoint"
+            error = RequestError(message, status=error.status_code, code=code)
         elif not isinstance(error, RequestError):
             error = RequestError("internal error; the server's log has more", status=500)
         if error.status in (429, 503):
@@ -352,9 +359,10 @@ async def _bodies(handle: RequestHandle, *, form: Form, first: Chunk | None) -> 
             yield await piece(first)
         async for chunk in handle:
             yield await piece(chunk)
+        last = form.end(handle.request, result=handle.result, error=None)
     except RequestError as failure:
-        error = failure
-    yield form.end(handle.request, result=handle.result, error=error)
+        error, last = failure, form.end(handle.request, result=handle.result, error=failure)
+    yield last
     if error is not None:
         raise StreamBroken(f"request {handle.id}: {error.message}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -29,10 +30,12 @@ from mstar.server.native import (
     check_values,
     convert,
     field_names,
+    short,
 )
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent
-from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TextChunk
+from mstar.server.tools import MAX_TOOLS, CallId, Tool, ToolCallInput
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk, ToolCallChunk
 
 CHAT = "/v1/chat/completions"
 NEUTRAL: dict[str, Any] = {
@@ -89,6 +92,16 @@ class VideoContent(Struct, tag="video_url", tag_field="type", kw_only=True, forb
 Content = TextContent | ImageContent | SoundContent | AudioContent | VideoContent
 
 
+class SpokenTurn(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The sound of an earlier answer, as it came: it stands for its transcript."""
+
+    id: str
+    transcript: Text | None = None
+    data: str | None = None
+    expires_at: int | None = None
+    sample_rate: int | None = None
+
+
 class ChatTurn(Struct, kw_only=True, forbid_unknown_fields=True):
     """A message. An earlier answer may be sent back as it came: `images` are then parts after its text, and
     `reasoning_content` is left out, as are names.
@@ -99,11 +112,11 @@ class ChatTurn(Struct, kw_only=True, forbid_unknown_fields=True):
     images: Annotated[list[ImageContent], Meta(max_length=MAX_PARTS)] | None = None
     reasoning_content: Text | None = None
     name: str | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
     refusal: None = None
-    audio: None = None
+    audio: SpokenTurn | None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCallInput], Meta(max_length=MAX_TOOLS)] | None = None
     annotations: list[Any] | None = None
 
 
@@ -139,7 +152,7 @@ class ChatRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -171,36 +184,46 @@ def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]
     chat = convert(own, ChatRequest)
     names: dict[str, str] = {}
     messages = [_message(turn, place=place, names=names) for place, turn in enumerate(chat.messages)]
+    tools = list(chat.tools or ()) if chat.tool_choice != "none" else []
     outputs = list(dict.fromkeys(chat.modalities or ["text"]))
     if "audio" in outputs and "text" not in outputs:
         outputs.insert(0, "text")  # the transcript
-    name = _task(spec, outputs=outputs, messages=messages)
+    name = _task(spec, outputs=outputs, messages=messages, calls_tools=bool(tools))
     task = spec.tasks[name]
     _, params = split_params(body, ChatRequest, task=task, neutral=NEUTRAL)
     params |= _limits(chat, params, task=task, names=names)
-    params |= _voice(chat, outputs=outputs, task=task, names=names)
+    params |= _voice(chat, params, outputs=outputs, task=task, names=names)
     if chat.stream_options is not None and not chat.stream:
         raise RequestError("stream_options is for streams; set stream, or leave it out", param="stream_options")
     wire = GenerateRequest(
-        model=chat.model, task=name, messages=messages, outputs=outputs, params=params, seed=chat.seed,
+        model=chat.model, task=name, messages=messages, tools=tools, outputs=outputs, params=params, seed=chat.seed,
         stream=bool(chat.stream), timeout_s=chat.timeout_s,
     )  # fmt: skip
     return wire, (ChatEvents if chat.stream else ChatForm)(chat, outputs=outputs, names=names)
 
 
 def _refuse_tools(body: Mapping[str, Any]) -> None:
-    if body.get("tools") or body.get("functions"):
-        name = "tools" if body.get("tools") else "functions"
-        message = f"this server calls no tools; leave {name} out"
-        raise RequestError(message, param=name, code="unsupported_parameter")
+    """Refuse what of OpenAI's tools cannot be kept to."""
+    if body.get("functions"):
+        message = "functions is what tools was called; give tools"
+        raise RequestError(message, param="functions", code="unsupported_parameter")
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        message = f"tool_choice is {short(choice)}; no model is made to call a tool here: it must be one of none, auto"
+        raise RequestError(message, param="tool_choice", code="unsupported_parameter")
+    if body.get("tools") and body.get("parallel_tool_calls") is False:
+        message = "parallel_tool_calls is false, but nothing keeps a model from several calls; leave it out"
+        raise RequestError(message, param="parallel_tool_calls", code="unsupported_parameter")
 
 
-def _task(spec: ModelSpec, *, outputs: list[str], messages: list[ChatMessage]) -> str:
+def _task(spec: ModelSpec, *, outputs: list[str], messages: list[ChatMessage], calls_tools: bool) -> str:
     """The first chat task that gives these outputs, if there is one of those that take all parts."""
     found = [name for name, task in chat_tasks(spec).items() if {*outputs} <= {*task.outputs}]
     if not found:
-        known = "; ".join(", ".join(task.outputs) for task in chat_tasks(spec).values())
+        tasks = chat_tasks(spec).values()
+        known = " or ".join(", ".join(name for name in task.outputs if name != "tensors") for task in tasks)
         raise RequestError(f"modalities are {', '.join(outputs)}; this model gives: {known}", param="modalities")
+    found = (calls_tools and [name for name in found if spec.tasks[name].tools]) or found
     kinds = {part.__struct_config__.tag for message in messages for part in message.parts}
     return next((name for name in found if kinds <= {*spec.tasks[name].inputs}), found[0])
 
@@ -213,8 +236,9 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
         content.append((f"{at}.content", TextContent(text=turn.content)))
     else:
         content += [(f"{at}.content.{number}", part) for number, part in enumerate(turn.content or ())]
+    content += _spoken(turn, at=f"{at}.audio")
     content += [(f"{at}.images.{number}", part) for number, part in enumerate(turn.images or ())]
-    if turn.content is None and not turn.images:
+    if turn.content is None and not content and not turn.tool_calls:
         raise RequestError(f"{at} has no content; give a text or parts", param=f"{at}.content")
     parts = []
     for number, (name, part) in enumerate(content):
@@ -223,7 +247,22 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
         names[f"{at}.content.{number}"] = name
         parts.append(kind)
     role = "system" if turn.role == "developer" else turn.role
-    return ChatMessage(role=role, content=parts)
+    return ChatMessage(role=role, content=parts, tool_calls=turn.tool_calls or [], tool_call_id=turn.tool_call_id)
+
+
+def _spoken(turn: ChatTurn, *, at: str) -> list[tuple[str, Content]]:
+    """The transcript of an earlier answer's sound, where it is not the message's text already."""
+    if turn.audio is None:
+        return []
+    said = turn.audio.transcript
+    if said is None:
+        message = f"{at} has no transcript, and answers are not kept under their id; "
+        message += "send the transcript too, or the text as the content and no audio"
+        raise RequestError(message, param=f"{at}.transcript", code="unsupported_value")
+    if turn.role != "assistant" or turn.content not in (None, said):
+        problem = "is not the content" if turn.role == "assistant" else f"is an assistant's, and the role {turn.role}"
+        raise RequestError(f"{at}: the transcript {problem}; leave audio out", param=at)
+    return [(f"{at}.transcript", TextContent(text=said))] if turn.content is None else []
 
 
 def _source(part: Content) -> tuple[native.Input, str]:
@@ -261,7 +300,9 @@ def _limits(chat: ChatRequest, params: Mapping[str, Any], *, task: Task, names: 
     return found
 
 
-def _voice(chat: ChatRequest, *, outputs: list[str], task: Task, names: dict[str, str]) -> dict[str, Any]:
+def _voice(
+    chat: ChatRequest, params: Mapping[str, Any], *, outputs: list[str], task: Task, names: dict[str, str]
+) -> dict[str, Any]:
     if chat.audio is None:
         return {}
     if "audio" not in outputs:
@@ -275,6 +316,9 @@ def _voice(chat: ChatRequest, *, outputs: list[str], task: Task, names: dict[str
         return {}
     name = next((name for name in ("voice", "speaker") if name in field_names(task.params)), "voice")
     check_param(name, task=task, param="audio.voice")
+    if params.get(name, chat.audio.voice) != chat.audio.voice:
+        message = f"{name} is {short(params[name])}, and audio.voice {short(chat.audio.voice)}; "
+        raise RequestError(message + "they mean the same: leave one out", param=name)
     names[f"params.{name}"] = "audio.voice"
     return {name: chat.audio.voice}
 
@@ -320,27 +364,38 @@ class ChatForm(Form):
         for index, reason in sorted(result.indices.items()):
             own = [chunk for chunk in joined if chunk.index == index]
             logprobs = [chunk.logprobs for chunk in own if isinstance(chunk, TextChunk) and chunk.channel == "answer"]
-            choice = {"index": index, "message": self._message(own), "logprobs": _logprobs(*logprobs)}
-            choices.append(choice | {"finish_reason": _reason(reason)})
+            message = self._message(own, index=index)
+            choice = {"index": index, "message": message, "logprobs": _logprobs(*logprobs)}
+            choices.append(choice | {"finish_reason": _reason(reason, has_called="tool_calls" in message)})
         body = self._head("chat.completion", outputs.request) | {"choices": choices, "usage": token_usage(result.usage)}
         return msgspec.json.encode(body), self.headers(outputs.request, first=None, result=result)
 
     def _head(self, kind: str, request: Request) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": request.model}
 
-    def _message(self, chunks: list[Any]) -> dict[str, Any]:
+    def _message(self, chunks: list[Any], *, index: int) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        images = []
+        images, calls = [], list[dict[str, Any]]()
         for chunk in chunks:
             if isinstance(chunk, TextChunk):
                 message["content" if chunk.channel == "answer" else "reasoning_content"] = chunk.text
             elif isinstance(chunk, ImageChunk):
                 images.append(_image(chunk))
-            elif isinstance(chunk, AudioChunk):
+            elif isinstance(chunk, ToolCallChunk):
+                calls.append(self._call(chunk, number=len(calls)))
+            elif isinstance(chunk, AudioChunk) and len(chunk.samples):
                 message["audio"] = self._sound(chunk)
         if "audio" in message:
             message["audio"]["transcript"] = message["content"] or ""
+        elif "audio" in self.outputs:
+            _check_spoken(message["content"] or "", index=index)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return message | ({"images": images} if images else {})
+
+    def _call(self, chunk: ToolCallChunk, *, number: int) -> dict[str, Any]:
+        name = f"call-{self.name.removeprefix('chatcmpl-')}-{chunk.index}-{number}"
+        return {"id": name, "type": "function", "function": {"name": chunk.name, "arguments": chunk.arguments}}
 
     def _audio_id(self, index: int) -> str:
         return f"audio-{self.name.removeprefix('chatcmpl-')}-{index}"
@@ -364,6 +419,9 @@ class ChatEvents(ChatForm):
         super().__init__(chat, outputs=outputs, names=names)
         self._include_usage = chat.stream_options is not None and bool(chat.stream_options.include_usage)
         self._is_begun: set[int] = set()
+        self._num_calls: Counter[int] = Counter()
+        self._texts: dict[int, str] = {}  # of choices that are to be spoken
+        self._spoken: set[int] = set()
         self._fields: dict[str, Any] = {}
 
     def begins(self, chunk: Chunk) -> bool:
@@ -374,7 +432,7 @@ class ChatEvents(ChatForm):
         return super().headers(request, first=first, result=result) | {"Cache-Control": "no-cache"}
 
     def piece(self, chunk: Chunk) -> bytes:
-        if not isinstance(chunk, TextChunk | ImageChunk | AudioChunk):
+        if isinstance(chunk, TensorChunk | ProgressChunk):
             return b""
         logprobs = _logprobs(chunk.logprobs) if isinstance(chunk, TextChunk) and chunk.channel == "answer" else None
         delta = self._delta(chunk)
@@ -386,11 +444,13 @@ class ChatEvents(ChatForm):
         if error is not None:
             return server_sent(error_fields(self.worded(error)))
         assert result is not None
+        for index in {*self._texts} - self._spoken:
+            _check_spoken(self._texts[index], index=index)
         events = [self._begin(index) for index in result.indices]
         for index, reason in sorted(result.indices.items()):
-            if "audio" in self.outputs:
+            if index in self._spoken:
                 events.append(self._event(index, {"audio": self._sound_fields(index)}))
-            events.append(self._event(index, {}, reason=_reason(reason)))
+            events.append(self._event(index, {}, reason=_reason(reason, has_called=index in self._num_calls)))
         if self._include_usage:
             events.append(server_sent(self._fields | {"choices": [], "usage": token_usage(result.usage)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
@@ -401,19 +461,28 @@ class ChatEvents(ChatForm):
         self._is_begun.add(index)
         return self._event(index, {"role": "assistant", "content": ""})
 
-    def _delta(self, chunk: TextChunk | ImageChunk | AudioChunk) -> dict[str, Any]:
+    def _delta(self, chunk: TextChunk | ImageChunk | AudioChunk | ToolCallChunk) -> dict[str, Any]:
+        if isinstance(chunk, ToolCallChunk):
+            number = self._num_calls[chunk.index]
+            self._num_calls[chunk.index] += 1
+            return {"tool_calls": [{"index": number, **self._call(chunk, number=number)}]}
         if isinstance(chunk, ImageChunk):
             return {"images": [_image(chunk) | ({"partial": True} if chunk.partial else {})]}
         if isinstance(chunk, AudioChunk):
             data = encode_media(chunk, is_piece=True)[1]
             sound = {"id": self._audio_id(chunk.index), "data": data, "sample_rate": chunk.sample_rate}
-            return {"audio": sound} if len(chunk.samples) else {}
+            if not len(chunk.samples):
+                return {}
+            self._spoken.add(chunk.index)
+            return {"audio": sound}
         if not chunk.text:
             return {}
         if chunk.channel == "reasoning":
             return {"reasoning_content": chunk.text}
-        spoken = {"audio": {"id": self._audio_id(chunk.index), "transcript": chunk.text}}
-        return {"content": chunk.text} | (spoken if "audio" in self.outputs else {})
+        if "audio" not in self.outputs:
+            return {"content": chunk.text}
+        self._texts[chunk.index] = self._texts.get(chunk.index, "") + chunk.text
+        return {"content": chunk.text, "audio": {"id": self._audio_id(chunk.index), "transcript": chunk.text}}
 
     def _event(
         self, index: int, delta: Mapping[str, Any], *, logprobs: dict[str, Any] | None = None, reason: str | None = None
@@ -423,9 +492,16 @@ class ChatEvents(ChatForm):
         return server_sent(self._fields | {"choices": [choice]} | usage)
 
 
-def _reason(reason: str) -> str:
-    """OpenAI knows that a text was cut, and that it was not."""
-    return "length" if reason == "length" else "stop"
+def _check_spoken(text: str, *, index: int) -> None:
+    """Raises RequestError for a text that was to be spoken, and was not."""
+    if text.strip():
+        message = f"the model gave no sound with answer {index}, {short(text)}; try another seed, or ask for text alone"
+        raise RequestError(message, param="modalities", code="no_audio")
+
+
+def _reason(reason: str, *, has_called: bool) -> str:
+    """OpenAI knows that an answer was cut, that it calls tools, and else that it ended."""
+    return "length" if reason == "length" else "tool_calls" if has_called else "stop"
 
 
 def _image(chunk: ImageChunk) -> dict[str, Any]:

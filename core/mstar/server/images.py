@@ -5,6 +5,7 @@ Runs in the server process. The task is the model's first that gives images and 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -29,12 +30,14 @@ from mstar.server.native import (
     check_values,
     convert,
     field_names,
+    short,
 )
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent
 from mstar.types import Chunk, ImageChunk, Request
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
+_SIZE = "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$"
 
 
 class ImageRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +49,7 @@ class ImageRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[Text, Meta(min_length=1)]
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=10)] | None = None
-    size: Annotated[str, Meta(pattern="^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$")] | None = None
+    size: Annotated[str, Meta(pattern=_SIZE)] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
@@ -94,6 +97,7 @@ def read_image(body: Any, *, spec: ModelSpec, path: str) -> tuple[GenerateReques
     name, kind = image_task(spec, path=path), request_type(path)
     task = spec.tasks[name]
     own, params = split_params(body, kind, task=task, neutral={})
+    _check_size(own.get("size"))
     asked = convert(own, kind)
     if asked.partial_images and not asked.stream:
         raise RequestError("partial_images is for streams; set stream, or leave it out", param="partial_images")
@@ -124,12 +128,19 @@ def _inputs(asked: ImageRequest) -> tuple[list[native.Input], dict[str, str]]:
     images: list[str] = []
     if isinstance(asked, EditRequest):
         images = [asked.image] if isinstance(asked.image, str) else asked.image
-    names: dict[str, str] = {}
+    names = {f"inputs.{len(images)}": "prompt"}
     for number in range(len(images)):
         place = f"image.{number}" if len(images) > 1 else "image"
         names |= {f"inputs.{number}.data": place, f"inputs.{number}": place}
     parts: list[native.Input] = [*(ImageInput(data=source) for source in images), TextInput(text=asked.prompt)]
     return parts, names | {"inputs": "prompt"}
+
+
+def _check_size(size: Any) -> None:
+    """What validation checks too, but would tell as a regular expression."""
+    if isinstance(size, str) and not re.search(_SIZE, size):
+        message = f"size is {short(size)}; it must be auto, or WIDTHxHEIGHT, such as 512x512"
+        raise RequestError(message, param="size")
 
 
 def _take_size(asked: ImageRequest, params: dict[str, Any], *, task: Task) -> dict[str, str]:
@@ -224,5 +235,6 @@ def _look(image: ImageChunk) -> dict[str, str]:
 
 
 def _usage(result: Result) -> dict[str, Any]:
-    taken, given = result.usage["prompt_tokens"], result.usage["completion_tokens"]
+    usage = result.usage
+    taken, given = usage["prompt_tokens"], usage["completion_tokens"] + usage.get("image_tokens", 0)
     return {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}

@@ -219,6 +219,10 @@ class _StateCollector:
         yield _gauge("kv_swapped", "Requests, or items of them, that are off the device now", stats.swapped)
         yield _counter("prefix_cache_queried_tokens", "Tokens looked up in the cache", stats.cache_queried_tokens)
         yield _counter("prefix_cache_hit_tokens", "Tokens found in the prefix cache", stats.cache_hit_tokens)
+        queries, hits, held = stats.encoder_cache
+        yield _counter("encoder_cache_queries", "Calls looked up in the encoder cache", queries)
+        yield _counter("encoder_cache_hits", "Calls that need not run, as an equal one has", hits)
+        yield _gauge("encoder_cache_bytes", "What the outputs in the encoder cache take", held)
         yield _counter("method_calls", "Batches, by node method", calls, label="method")
         yield _counter("method_rows", "Rows of batches, by node method", rows, label="method")
         yield _counter("method_seconds", "Time in the method and its hooks", seconds, label="method")

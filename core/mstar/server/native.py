@@ -11,7 +11,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -29,19 +30,28 @@ from mstar.media.policy import MediaPolicy
 from mstar.media.reader import MediaReader
 from mstar.media.video import Sampling
 from mstar.plugin.spec import ModelSpec, Task
-from mstar.types import Message, Part, Request, TensorPart, TextPart, TokensPart, VideoPart
+from mstar.server.tools import MAX_TEXT, MAX_TOOLS, Text, Tool, ToolCallInput, check_tools
+from mstar.types import (
+    AudioPart,
+    Message,
+    Part,
+    Request,
+    TensorPart,
+    TextPart,
+    TokensPart,
+    ToolCall,
+    UsualFrames,
+    VideoPart,
+)
 
 MAX_SEED = 2**63 - 1
 MAX_TIMEOUT_S = 86400
-MAX_TEXT = 1 << 20
-"""Most characters of one text, and most token ids; what the model takes may be less."""
 MAX_PARTS = 1024
 """Most inputs, messages, or parts of a message."""
 _MOST_DIGITS = 4000  # of a whole number
 _MOST_VALUES = 1 << 21  # of a whole body, by its commas
 MAX_FRAMES = 1 << 16
 """Most frames that one video part asks for; what the operator allows is less."""
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MediaSource = Annotated[str, Meta(description="a data URI in base64, or where the operator allows it a URL or a file")]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
@@ -69,7 +79,11 @@ class TokensInput(Struct, tag="token_ids", tag_field="type", kw_only=True, forbi
 
 
 class AudioInput(Struct, tag="audio", tag_field="type", kw_only=True, forbid_unknown_fields=True):
-    data: MediaSource
+    """A sound file; or its samples, float32 or int16, [n] or [channels, n], at `sample_rate` (absent: 16000)."""
+
+    data: MediaSource | None = None
+    samples: TensorValue | None = None
+    sample_rate: Annotated[int, Meta(ge=1000, le=768_000)] | None = None
 
 
 class ImageInput(Struct, tag="image", tag_field="type", kw_only=True, forbid_unknown_fields=True):
@@ -104,8 +118,12 @@ _KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`tool_calls` are an assistant's, `tool_call_id` is a tool's: which of the calls before it this answers."""
+
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | Annotated[list[Input], Meta(max_length=MAX_PARTS)]
+    tool_calls: Annotated[list[ToolCallInput], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
     @property
     def parts(self) -> list[Input]:
@@ -119,6 +137,7 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     task: str | None = None
     inputs: Annotated[list[Input], Meta(max_length=MAX_PARTS)] | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     outputs: Annotated[list[str], Meta(max_length=MAX_PARTS)] | None = None
     params: dict[str, Any] = {}
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
@@ -193,7 +212,7 @@ def _explained(
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
         known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{short(name)} is unknown{known}", param=name[:60], code="unknown_parameter")
+        return RequestError(f"{short(name)} is unknown{known}", param=name[:60] or None, code="unknown_parameter")
     if text.startswith("Invalid value") and path[-1:] == ["type"]:
         text = f"must be one of {', '.join(_tags(kind, path[:-1]) or _KINDS)}"
     elif text.startswith("Invalid enum value"):
@@ -280,6 +299,8 @@ def check_request(wire: GenerateRequest, *, spec: ModelSpec, model_names: tuple[
     if len(given) != 1 or not given[0]:
         raise RequestError("give exactly one of 'inputs' and 'messages', and not empty", param="inputs")
     name = _task(wire, spec=spec)
+    is_chat, takes_tools = wire.messages is not None, spec.tasks[name].tools
+    check_tools(wire.messages or (), wire.tools, is_chat=is_chat, takes_tools=takes_tools)
     params = convert(wire.params, spec.tasks[name].params, prefix="params.")
     if "" in stop_strings(params):
         raise RequestError("params.stop holds an empty string; give at least 1 character", param="params.stop")
@@ -300,19 +321,38 @@ def read_request(
         deadline: in seconds of `time.monotonic`; reading media goes on no longer.
     """
     model, name, params = check_request(wire, spec=spec, model_names=model_names)
-    task = spec.tasks[name]
-    reader = MediaReader(media or MediaPolicy(), deadline=deadline, base=base)
-    read = [
-        (message, tuple(_part(part, param=at, base=base, reader=reader, task=task) for at, part in parts))
-        for message, parts in _turns(wire)
-    ]
+    task, policy = spec.tasks[name], media or MediaPolicy()
+    _check_amounts(wire, policy.most_of_kind)
+    parts = _Parts(
+        reader=MediaReader(policy, deadline=deadline, base=base), base=base, usual=task.video_frames,
+        with_sound=task.video_sound is not None and bool(getattr(params, task.video_sound)),
+    )  # fmt: skip
+    read = [(turn, tuple(parts.read(part, param=at) for at, part in own)) for turn, own in _turns(wire)]
     return Request(
         id=request_id, model=model, task=name, params=params, session=wire.session, resumed=resumed, stream=wire.stream,
-        parts=tuple(part for message, parts in read if message is None for part in parts),
-        messages=tuple(Message(message.role, parts) for message, parts in read if message is not None),
+        parts=tuple(part for turn, own in read if turn is None for part in own),
+        messages=tuple(_message(turn, own) for turn, own in read if turn is not None),
+        tools=tuple(msgspec.to_builtins(tool) for tool in wire.tools),
         outputs=tuple(wire.outputs or task.default_outputs or task.outputs[:1]),
         seed=seed if wire.seed is None else wire.seed,
     )  # fmt: skip
+
+
+def _message(turn: ChatMessage, parts: tuple[Part, ...]) -> Message:
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls)
+    return Message(turn.role, parts, calls, turn.tool_call_id)
+
+
+def _check_amounts(wire: GenerateRequest, most: Mapping[str, int]) -> None:
+    """Raises RequestError for more media of a kind than the operator allows."""
+    found: Counter[str] = Counter()
+    for at, part in (one for _, parts in _turns(wire) for one in parts):
+        kind = str(part.__struct_config__.tag)
+        found[kind] += 1
+        if found[kind] > (limit := most.get(kind, MAX_PARTS * MAX_PARTS)):
+            message = f"{at} is {kind} number {found[kind]} of the request; the limit is {limit}; "
+            message += f"send fewer, or raise --limit-mm-per-prompt {kind}={limit}"
+            raise RequestError(message, param=at, code="too_many_media")
 
 
 def _turns(wire: GenerateRequest) -> list[tuple[ChatMessage | None, list[tuple[str, Input]]]]:
@@ -376,48 +416,84 @@ def stop_strings(params: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _part(part: Input, *, param: str, base: Path | None, reader: MediaReader, task: Task) -> Part:
-    if isinstance(part, TextInput):
-        return TextPart(part.text)
-    if isinstance(part, TokensInput):
-        return TokensPart(part.ids)
-    if isinstance(part, TensorInput):
-        return TensorPart(
-            part.name, _tensor(part.tensor, param=f"{param}.tensor", base=base, name=repr(part.name[:60]))
-        )
-    if isinstance(part, AudioInput):
-        return reader.audio(part.data, param=param)
-    if isinstance(part, ImageInput):
-        return reader.image(part.data, param=param)
-    return _video(part, param, base, reader, usual=task.video_frames)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Reads the parts of one request.
 
+    Args:
+        base: see `read_request`.
+        usual: frames of a video whose part does not choose.
+        with_sound: whether the sound of videos is wanted.
+    """
 
-def _video(
-    part: VideoInput, param: str, base: Path | None, reader: MediaReader, *, usual: tuple[int, int] | None
-) -> VideoPart:
-    if (part.data is None) == (part.frames is None):
-        raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
-    if part.data is not None:
-        sampling = Sampling(fps=part.fps, num_frames=part.num_frames, frame_indices=part.frame_indices, usual=usual)
-        return reader.video(part.data, sampling=sampling, param=param)
-    assert part.frames is not None
-    for name in ("num_frames", "frame_indices"):
-        if getattr(part, name) is not None:
-            message = f"{param}.{name} chooses frames of a file; of 'frames' all are taken: send those you want"
-            raise RequestError(message, param=f"{param}.{name}")
-    if part.fps is None:
-        raise RequestError(f"{param}.fps is missing: at how many a second 'frames' are shown", param=f"{param}.fps")
-    frames = _tensor(part.frames, param=f"{param}.frames", base=base, name="frames")
-    if frames.dtype is not torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not frames.numel():
-        message = (
-            f"{param}.frames is {str(frames.dtype)[6:]} {list(frames.shape)}; it must be uint8 [T, H, W, 3], of 1 "
-        )
-        raise RequestError(f"{message}frame or more", param=f"{param}.frames")
-    if len(frames) > (most := reader.budget.policy.max_video_frames):
-        message = f"{param}.frames are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
-        raise RequestError(message, param=f"{param}.frames", code="media_too_large")
-    reader.budget.take(frames.numel(), f"{len(frames)} frames", f"{param}.frames")
-    return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps))
+    reader: MediaReader
+    base: Path | None
+    usual: tuple[int, int] | UsualFrames | None
+    with_sound: bool
+
+    def read(self, part: Input, *, param: str) -> Part:
+        """A part decoded; `param` is its place."""
+        if isinstance(part, TextInput):
+            return TextPart(part.text)
+        if isinstance(part, TokensInput):
+            return TokensPart(part.ids)
+        if isinstance(part, TensorInput):
+            return TensorPart(part.name, self._tensor(part.tensor, f"{param}.tensor", name=repr(part.name[:60])))
+        if isinstance(part, AudioInput):
+            return self._audio(part, param)
+        if isinstance(part, ImageInput):
+            return self.reader.image(part.data, param=param)
+        return self._video(part, param)
+
+    def _tensor(self, value: TensorValue, param: str, *, name: str) -> Tensor:
+        return _tensor(value, param=param, base=self.base, name=name)
+
+    def _audio(self, part: AudioInput, param: str) -> AudioPart:
+        if (part.data is None) == (part.samples is None):
+            raise RequestError(f"{param} needs exactly one of 'data' and 'samples'", param=param)
+        if part.data is not None:
+            if part.sample_rate is not None:
+                message = f"{param}.sample_rate is for 'samples'; a file tells its own: leave it out"
+                raise RequestError(message, param=f"{param}.sample_rate")
+            return self.reader.audio(part.data, param=param)
+        assert part.samples is not None
+        where, rate = f"{param}.samples", part.sample_rate or 16000
+        samples = self._tensor(part.samples, where, name="samples")
+        if samples.dtype not in (torch.float32, torch.int16) or not 1 <= samples.dim() <= 2 or not samples.numel():
+            message = f"{where} is {str(samples.dtype)[6:]} {list(samples.shape)}; it must be float32 or int16, [n] or "
+            raise RequestError(f"{message}[channels, n], of 1 sample or more", param=where)
+        if samples.shape[-1] > (longest := self.reader.budget.policy.max_audio_s) * rate:
+            message = f"{where} lasts {samples.shape[-1] / rate:.1f} s; the limit is {longest:g} s; send a shorter part"
+            raise RequestError(f"{message}, or raise --max-audio-duration", param=where, code="media_too_large")
+        self.reader.budget.take(4 * samples.numel(), "samples", where)
+        scale = 32768 if samples.dtype is torch.int16 else 1
+        return AudioPart(np.atleast_2d((samples.float() / scale).numpy()), rate)
+
+    def _video(self, part: VideoInput, param: str) -> VideoPart:
+        if (part.data is None) == (part.frames is None):
+            raise RequestError(f"{param} needs exactly one of 'data' and 'frames'", param=param)
+        if part.data is not None:
+            chosen = {name: getattr(part, name) for name in ("fps", "num_frames", "frame_indices")}
+            sampling = Sampling(**chosen, usual=self.usual)
+            return self.reader.video(part.data, sampling=sampling, param=param, with_sound=self.with_sound)
+        assert part.frames is not None
+        for name in ("num_frames", "frame_indices"):
+            if getattr(part, name) is not None:
+                message = f"{param}.{name} chooses frames of a file; of 'frames' all are taken: send those you want"
+                raise RequestError(message, param=f"{param}.{name}")
+        if part.fps is None:
+            raise RequestError(f"{param}.fps is missing: at how many a second 'frames' are shown", param=f"{param}.fps")
+        where = f"{param}.frames"
+        frames = self._tensor(part.frames, where, name="frames")
+        if frames.dtype is not torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not frames.numel():
+            message = f"{where} is {str(frames.dtype)[6:]} {list(frames.shape)}; it must be uint8 [T, H, W, 3], of 1 "
+            raise RequestError(f"{message}frame or more", param=where)
+        if len(frames) > (most := self.reader.budget.policy.max_video_frames):
+            message = f"{where} are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
+            raise RequestError(message, param=where, code="media_too_large")
+        self.reader.budget.take(frames.numel(), f"{len(frames)} frames", where)
+        times = np.arange(len(frames), dtype=np.float32) / np.float32(part.fps)
+        return VideoPart(frames.numpy(), times, duration_s=len(frames) / part.fps)
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:

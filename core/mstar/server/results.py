@@ -7,6 +7,7 @@ nothing about HTTP.
 from __future__ import annotations
 
 import io
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,12 +24,13 @@ from torch import Tensor
 from mstar.errors import RequestError
 from mstar.ipc.tensors import tensor_bytes
 from mstar.media import audio
-from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk
+from mstar.types import AudioChunk, Chunk, ImageChunk, ProgressChunk, Request, TensorChunk, TextChunk, ToolCallChunk
 
 JSON, NDJSON, SAFETENSORS = "application/json", "application/x-ndjson", "application/octet-stream"
 
-Output = TextChunk | AudioChunk | ImageChunk | TensorChunk
-_KINDS = {TextChunk: "text", AudioChunk: "audio", ImageChunk: "image", TensorChunk: "tensors"}  # in a result's order
+Output = TextChunk | ToolCallChunk | AudioChunk | ImageChunk | TensorChunk
+# In a result's order: chunk -> the output it belongs to.
+_KINDS = {TextChunk: "text", ToolCallChunk: "text", AudioChunk: "audio", ImageChunk: "image", TensorChunk: "tensors"}
 
 
 class Result(Struct, kw_only=True):
@@ -82,6 +84,8 @@ def describe(chunk: Chunk) -> dict[str, Any]:
         more: dict[str, Any] = {"logprobs": chunk.logprobs} if chunk.logprobs else {}
         more |= {"channel": chunk.channel} if chunk.channel != "answer" else {}
         return {"type": "text", "text": chunk.text, "token_ids": chunk.token_ids, **more}
+    if isinstance(chunk, ToolCallChunk):
+        return {"type": "tool_call", "name": chunk.name, "arguments": chunk.arguments}
     if isinstance(chunk, AudioChunk):
         return {"type": "audio", "sample_rate": chunk.sample_rate}
     if isinstance(chunk, ImageChunk):
@@ -113,7 +117,7 @@ def inline(chunk: Chunk, *, is_piece: bool = False) -> dict[str, Any]:
 
 
 def chunk_event(chunk: Chunk) -> bytes:
-    """A chunk as one NDJSON line: text, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
+    """A chunk as one NDJSON line: text, tool_call, audio (16-bit PCM in base64), image (PNG), tensor or progress."""
     fields = describe(chunk) | inline(chunk, is_piece=True)
     if not isinstance(chunk, ProgressChunk):
         fields["index"] = chunk.index
@@ -139,8 +143,8 @@ class Outputs:
         if isinstance(chunk, ProgressChunk) or (isinstance(chunk, ImageChunk) and chunk.partial):
             return
         name = chunk.name if isinstance(chunk, TensorChunk) else getattr(chunk, "channel", "")
-        if isinstance(chunk, ImageChunk):
-            name = str(len(self._pieces))  # nothing is joined to an image
+        if isinstance(chunk, ImageChunk | ToolCallChunk):
+            name = str(len(self._pieces))  # nothing is joined to it
         self._pieces.setdefault(([*_KINDS].index(type(chunk)), chunk.index, name), []).append(chunk)
 
     def joined(self, *, indices: Iterable[int] = ()) -> list[Output]:
@@ -167,7 +171,9 @@ class Outputs:
         folder.mkdir(parents=True, exist_ok=True)
         text, files = self._with_files(result)
         safetensors.torch.save_file(files.tensors, folder / "tensors.safetensors")
-        for name, data in (files.media | {"result.json": msgspec.json.format(text, indent=2) + b"\n"}).items():
+        shown = msgspec.json.format(text, indent=2)
+        shown = re.sub(rb"\[\n[-+.eE\d,\s]+\]", _on_one_line, shown)  # a string of JSON has no raw newline
+        for name, data in (files.media | {"result.json": shown + b"\n"}).items():
             (folder / name).write_bytes(data)
 
     def _with_files(self, result: Result) -> tuple[bytes, _Files]:
@@ -209,6 +215,10 @@ class _Files:
         suffix, data = encode_media(chunk)
         self.media[f"{name}.{suffix}"] = data
         return {"file": f"{name}.{suffix}", "tensor": tensor}
+
+
+def _on_one_line(numbers: re.Match[bytes]) -> bytes:
+    return b"[" + b" ".join(numbers[0][1:-1].split()) + b"]"
 
 
 def _join(pieces: list[Any]) -> Output:
@@ -271,7 +281,7 @@ class Form(ABC):
         """One chunk of a stream."""
 
     def end(self, request: Request, *, result: Result | None, error: RequestError | None) -> bytes:
-        """The last bytes of a stream that ended with a result or an error."""
+        """The last bytes of a stream that ended with a result or an error. Raises RequestError for what that lacks."""
         return b""
 
     @abstractmethod

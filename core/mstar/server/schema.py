@@ -28,9 +28,10 @@ _GENERATION = (404, 408, 409, 410, 413, 415, 429, 503, 504)
 
 
 class Output(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text; or, in base64, a WAV or PNG file, or a tensor (little-endian, C order)."""
+    """A text; a call of a tool; or, in base64, a WAV or PNG file, or a tensor (little-endian, C order)."""
 
-    type: Literal["text", "audio", "image", "tensor"]
+    type: Literal["text", "tool_call", "audio", "image", "tensor"]
+    arguments: str | None = None
     text: str | None = None
     token_ids: list[int] | None = None
     logprobs: list[Any] | None = None
@@ -187,6 +188,8 @@ def _narrow_generate(
     fields["params"] = {"anyOf": params, "default": {}}
     if not any(task.messages for task in tasks):
         fields["messages"] = {"type": "null"}
+    if not any(task.tools for task in tasks):
+        fields["tools"] |= {"maxItems": 0}
     if not any(task.sessions for task in tasks):
         fields["session"] = {"type": "null"}
 

@@ -18,7 +18,7 @@ from mstar.plugin.processor import Processor
 from mstar.server.native import stop_strings
 from mstar.server.requests import Entry, RunStep, Work, attributed, contained
 from mstar.server.results import Result, is_wanted
-from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk
+from mstar.types import Chunk, Emission, Encoded, Path, Request, TensorChunk, TextChunk, ToolCallChunk
 
 
 class TextStream:
@@ -122,8 +122,9 @@ class Decoding:
         decoded.result = self._result(end)
 
     def _take(self, chunk: Chunk, *, path: Path, decoded: Decoded) -> None:
-        index = getattr(chunk, "index", 0)
-        self._indices.setdefault(path, index)
+        index: int = getattr(chunk, "index", -1)
+        if index >= 0:  # progress is of no output
+            self._indices.setdefault(path, index)
         if isinstance(chunk, TextChunk) and self._stops and chunk.channel == "answer":
             text = self._texts.setdefault(index, TextStream(self._stops))
             if (kept := text.feed(chunk)) is None:
@@ -131,6 +132,8 @@ class Decoding:
             if text.matched:  # by this very chunk: all later ones give None
                 decoded.stops.append(path)
             chunk = kept
+        if isinstance(chunk, ToolCallChunk) and index in self._texts and self._texts[index].matched:
+            return
         if isinstance(chunk, TensorChunk):
             self._sent.add(chunk.name)
         if is_wanted(self._request, chunk):

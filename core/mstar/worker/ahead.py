@@ -71,7 +71,7 @@ def _next_run(cursor: Cursor, work: Work) -> tuple[Run, int, set[str]] | None:
     while True:
         op = ops[pc]
         if isinstance(op, Run):
-            return None if op.receives else (op, iteration, absent)
+            return None if op.receives or op.cache is not None else (op, iteration, absent)
         if isinstance(op, Skip):
             if op.predicate(request.view, iteration):
                 pc += 1

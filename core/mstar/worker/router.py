@@ -439,7 +439,7 @@ class Router:
         try:
             if work.error is not None:
                 raise work.error
-            add_counts(request.counters, op.counts)
+            add_counts(request.counters, () if work.is_cached else op.counts)
             add_counts(request.counts, work.counts.items())
             for port, value in op.outputs:
                 if port in values:
@@ -453,6 +453,7 @@ class Router:
             for port, name in op.sends:
                 if (sent := values.get(port)) is not None:
                     self._send(request, cursor, name, sent)
+            self._close_streams(cursor, op.closes)
             if op in self.short_turns and turn(cursor, work):
                 self.scheduler.add(work)
                 return

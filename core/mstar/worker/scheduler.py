@@ -1,8 +1,9 @@
 """Picks the next batch: one (module, method)'s ready work, with KV pages and slot rows reserved.
 
-Shares measured time, not turns: methods by the time they have had, requests by their share of it. When pages run out
-younger tenants are moved to the host, or forgotten and recomputed; the oldest never is. Sans-IO: `record` brings the
-measured time in, nothing here reads a clock.
+Shares measured time, not turns: methods by the time they have had, requests by their share of it. A method that is
+ready waits for one step at most that is long beside its own. When pages run out younger tenants are moved to the host,
+or forgotten and recomputed; the oldest never is. Sans-IO: `record` brings the measured time in, nothing here reads a
+clock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from mstar.config import EngineConfig
-from mstar.errors import RequestError
+from mstar.errors import PluginError, RequestError
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import MethodKey, Run
 from mstar.worker.kv_pool import KVPool, Sequence
@@ -24,6 +25,8 @@ from mstar.worker.modules import Modules
 from mstar.worker.state import Cursor, RequestState, Scope, Tenant, Work, plain
 
 log = logging.getLogger("mstar.worker")
+
+_LONG = 2.0  # times a method's own last step
 
 _age = attrgetter("scope.tenant.order", "path")
 
@@ -57,6 +60,8 @@ class Scheduler:
         self._suspended: list[Cursor] = []
         self._queues: dict[MethodKey, list[Work]] = {}
         self._runtime_s: dict[MethodKey, float] = {}
+        self._step_s: dict[MethodKey, float] = {}  # what its last step took
+        self._passed: set[MethodKey] = set()  # methods that were ready during a long step and have not run since
         self._least_s = 0.0  # runtime of the method that ran last: those that had nothing to do begin there
         self._share_s = 0.0  # what a request would have had, had it been here always and got its fair share
 
@@ -82,6 +87,10 @@ class Scheduler:
             label=kv.label if kv is not None else "",
             total=kv.tokens if kv is not None else 0,
         )
+        if op.cache is not None and (key := cursor.env.get(op.cache)) is not None:
+            if not isinstance(key, bytes):
+                raise PluginError(f"{op.target}: its cache key {op.cache!r} is {type(key).__name__}, not bytes")
+            work.content_key = key
         if kv is not None and kv.spans is not None and inputs.get(kv.spans) is not None:
             work.spans = plain(inputs[kv.spans]).tolist()
         if op.has_tokens:
@@ -147,6 +156,11 @@ class Scheduler:
     def record(self, batch: Batch, seconds: float) -> None:
         """Account a batch's measured time to its method and its requests."""
         self._runtime_s[batch.key] = self._runtime_s.get(batch.key, 0.0) + seconds
+        self._step_s[batch.key] = seconds
+        self._passed |= {
+            key for key, queue in self._queues.items() if queue and _LONG * self._step_s.get(key, seconds) < seconds
+        }
+        self._passed.discard(batch.key)
         self._share_s += seconds / max(1, len(self.requests))
         share = seconds / len(batch.works)
         for work in batch.works:
@@ -159,17 +173,22 @@ class Scheduler:
         self.has_moved = False
         ready = [key for key, queue in self._queues.items() if queue]
         if len(ready) > 1:
-            ready.sort(key=lambda key: self._runtime_s.get(key, 0.0))
+            ready.sort(key=self._turn)
         for key in ready:
             works = self._gather(key)
             if works:
                 self._least_s = max(self._least_s, self._runtime_s[key])
-                for other in ready[: ready.index(key)]:  # waiting for memory earns them no time
+                for other in ready[: ready.index(key)]:  # waiting for memory earns them neither time nor turns
                     self._runtime_s[other] = max(self._runtime_s[other], self._runtime_s[key])
+                    self._passed.discard(other)
                 queue, taken = self._queues[key], set(map(id, works))
                 self._queues[key] = [work for work in queue if id(work) not in taken] if len(works) < len(queue) else []
                 return Batch(key, works)
         return None
+
+    def _turn(self, key: MethodKey) -> tuple[bool, float]:
+        """Who sorts first runs first."""
+        return (False, self._step_s[key]) if key in self._passed else (True, self._runtime_s[key])
 
     def victim_of_deadlock(self) -> RequestState:
         """When work is ready and nothing runs: the youngest request that holds pages which cannot be moved."""

@@ -283,6 +283,7 @@ class Work(Task):
         token_outputs: port -> what earlier chunks gave.
         undo: takes back what a launched step did for this work alone; set by the runner.
         is_rebuild: rewrites a preempted sequence from its ids; outputs and samples are dropped.
+        content_key: of a call whose outputs are cached; `is_cached`: they were there, and it has not run.
     """
 
     request: RequestState = None  # type: ignore[assignment]
@@ -302,3 +303,5 @@ class Work(Task):
     undo: Callable[[], None] | None = None
     is_rebuild: bool = False
     is_cancelled: bool = False
+    content_key: bytes | None = None
+    is_cached: bool = False

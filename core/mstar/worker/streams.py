@@ -31,7 +31,7 @@ class Span(NamedTuple):
 def size_at(size: Size, index: int, fields: Mapping[str, int]) -> int:
     """The size of chunk `index`: a constant, a request field, or the entry of a schedule (its last one repeats)."""
     if isinstance(size, tuple):
-        return size[min(index, len(size) - 1)]
+        size = size[min(index, len(size) - 1)]
     if isinstance(size, str):
         value = fields.get(size)
         if value is None or value < 1:

@@ -20,6 +20,7 @@ from mstar.worker.compiled import Compilation, Compiler, Progress
 from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.graphs import CudaGraphs, GraphRunner
 from mstar.worker.modules import Modules
+from mstar.worker.output_cache import OutputCache
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
@@ -80,6 +81,7 @@ class Worker:
             self.runner.taper = Taper(self.runner, queue=self.modules.queue)
         elif self.config.overlap and self.modules.device.type == "cpu":
             log.info("--overlap gains nothing here: on a CPU only compiled code runs beside the worker; add --compile")
+        self.cache = OutputCache(self.config.encoder_cache_bytes)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
         is_graphed = self.config.cuda_graphs and not (self.config.enforce_eager or self.config.batch_invariant)
         if is_graphed and self.modules.device.type == "cuda":
@@ -191,10 +193,10 @@ class Worker:
 
     def schedule(self, *, is_running: bool = False) -> Batch | None:
         """The next batch. When work is ready but nothing can ever run, the youngest request fails, so others go on."""
-        batch = self.scheduler.next_batch()
-        while batch is None and self.scheduler.has_moved:
+        batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
+        while batch is None and (self.scheduler.has_moved or self.cache.has_answered):
             self.router.resume()
-            batch = self.scheduler.next_batch()
+            batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
         self.is_blocked = batch is None and self.scheduler.has_work and not is_running
         if self.is_blocked and not self.router.awaits_engine():
             request = self.scheduler.victim_of_deadlock()
@@ -214,6 +216,7 @@ class Worker:
             if work.is_rebuild:
                 work.scope.tenant.num_rebuilding -= 1
             elif not work.request.is_dead:
+                self.cache.keep(work, values)
                 self.router.complete(work, values)
 
     def report(self) -> None:
@@ -266,6 +269,7 @@ class Worker:
             swaps=self.scheduler.num_swaps,
             cache_hit_tokens=sum(pool.hit_tokens for pool in pools.values()),
             cache_queried_tokens=sum(pool.queried_tokens for pool in pools.values()),
+            encoder_cache=(self.cache.num_queries, self.cache.num_hits, self.cache.num_bytes),
             method_s={
                 f"{module.name}.{method}": (int(calls), int(rows), seconds)
                 for module in self.modules.by_name.values()
@@ -297,6 +301,7 @@ class Worker:
     def check_integrity(self) -> None:
         """Assert that pools and slots hold exactly what requests and sessions hold."""
         self.modules.check_integrity(self.router.holdings.scopes())
+        self.cache.check_integrity()
 
 
 def _live(works: list[Work]) -> list[Work]:

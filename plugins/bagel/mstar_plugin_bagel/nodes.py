@@ -255,7 +255,11 @@ class Guide(Node):
         rows = []
         for task in tasks:
             how = guidance(task.params, num_images=task.fields["images"])
-            is_reused = how.branches(task.iteration)[1] and task.inputs["v_img"] is None
+            by_text, by_img = how.branches(task.iteration)
+            is_reused = by_img and not task.fields["images"] and not task.params.think
+            given = {name: task.inputs[name] is not None for name in ("v_text", "v_img")}
+            if given != {"v_text": by_text, "v_img": by_img and not is_reused}:
+                raise RuntimeError(f"step {task.iteration} has not the branches that its guidance needs: {given}")
             renorm = RENORMS.index(how.renorm_type), how.renorm_min
             rows.append((*_step(task), how.text_scale, how.img_scale, *renorm, is_reused))
         return Plan(tensors={"settings": torch.tensor(rows, dtype=torch.float64)[None]})

@@ -57,7 +57,7 @@ class ImageParams(WritingParams, frozen=True, kw_only=True, forbid_unknown_field
     height: Annotated[Side, Meta(description="null: the last image's after its resize; without one 1024")] | None = None
     width: Side | None = None
     num_timesteps: Annotated[int, Meta(ge=2, le=MOST_TIMESTEPS, description="one more than steps")] = 50
-    timestep_shift: Annotated[float, Meta(gt=0, le=100)] = 3.0
+    timestep_shift: Annotated[float, Meta(ge=0.01, le=100)] = 3.0
     cfg_text_scale: Annotated[Scale, Meta(description="at most 1: no guidance at all")] = 4.0
     cfg_img_scale: Annotated[Scale, Meta(description="null: 1 drawing, 2 editing")] | None = None
     cfg_interval: Annotated[

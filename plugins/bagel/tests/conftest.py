@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from asking import Asked
 from safetensors.torch import load_file
@@ -26,6 +28,11 @@ class Golden:
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def vision_heads(self) -> int:
+        heads: int = json.loads((self.folder / "vit_config.json").read_text())["num_attention_heads"]
+        return heads
+
 
 @pytest.fixture(scope="session")
 def golden() -> Golden:
@@ -34,7 +41,7 @@ def golden() -> Golden:
     return Golden(GOLDEN / "checkpoint", asked, inputs, facts, tensors)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serving(golden: Golden) -> Iterator[Asked]:
     asked = Asked(plugin="bagel", model=str(golden.folder))
     yield asked
@@ -46,3 +53,23 @@ def model(serving: Asked) -> Iterator[Asked]:
     """The served golden checkpoint, and nothing left in it afterwards."""
     yield serving
     serving.assert_clean()
+
+
+@pytest.fixture(scope="session")
+def url(serving: Asked) -> Iterator[str]:
+    """Its address."""
+    with serving.http(max_body_bytes=2**25) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    """The openai package's client of it."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

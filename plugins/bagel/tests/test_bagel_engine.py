@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from asking import Answer, Asked, image, tensor, text
+from torch import Tensor
+
+from mstar_plugin_bagel.modeling.schedule import schedule
 
 VARIANTS = [
     "t2i_global", "t2i_text_channel", "t2i_channel", "t2i_noimgcfg", "t2i_renormmin1", "edit_global",
     "edit_text_channel",
 ]  # fmt: skip
+near = partial(torch.testing.assert_close, atol=2e-4, rtol=0)
+near_latents = partial(torch.testing.assert_close, atol=1e-3, rtol=0)
+
+
+@contextlib.contextmanager
+def forwards(model: Asked) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Positions and hidden states of each forward of the language model."""
+    found: list[tuple[Tensor, Tensor]] = []
+    llm = model.worker.modules["llm"].node.llm
+    hook = llm.register_forward_hook(lambda _, inputs, hidden: found.append((inputs[1], hidden)))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def steps(model: Asked) -> Iterator[list[dict[str, Tensor | None]]]:
+    """What each step of a lone drawing is made of: latents before and after, velocities; without the markers' rows."""
+    found: list[dict[str, Tensor | None]] = []
+    methods = model.worker.modules["combine_cfg"].methods
+    step = methods["step"]
+
+    def watched(ctx: Any, **ports: Any) -> Any:
+        made = step(ctx, **ports)
+        rows = {name: value[0] for name, value in [*ports.items(), ("next", made["latents"])]}
+        found.append({name: None if value is None else value[1:-1] for name, value in rows.items()})
+        return made
+
+    methods["step"] = watched
+    try:
+        yield found
+    finally:
+        methods["step"] = step
 
 
 def ask_text(model: Asked, golden: Any, kind: str, *, count: int) -> Answer:
@@ -45,6 +85,57 @@ def test_text_follows_as_published(model: Asked, golden: Any, kind: str) -> None
     assert found.result.prompt_token_ids[-len(facts["text_ids"]) :] == facts["text_ids"]
     if "decoded_text" in facts:
         assert ask_text(model, golden, kind, count=count - 1).texts == [facts["decoded_text"]]
+
+
+@pytest.mark.parametrize("kind", ["t2t", "i2t"])
+def test_texts_are_read_and_scored_as_published(model: Asked, golden: Any, kind: str) -> None:
+    with forwards(model) as found:
+        ask_text(model, golden, kind, count=golden.asked["max_length"])
+    (_, read), *written = found
+    prefills = [golden.tensors[f"{kind}.prefill{index}.hidden"] for index in range(2 if kind == "i2t" else 1)]
+    near(read, torch.cat(prefills))
+    assert [int(positions) for positions, _ in written] == golden.facts[kind]["decode_positions"]
+    logits = model.worker.modules["llm"].node.llm.logits(torch.cat([hidden for _, hidden in written[:3]]))
+    near(logits, golden.tensors[f"{kind}.step_logits"])
+
+
+@pytest.mark.parametrize("name", ["t2i_global", "edit_global"])
+def test_contexts_are_read_as_published(model: Asked, golden: Any, name: str) -> None:
+    """All in one forward, but for the texts alone; without images those are all there is."""
+    kind = name.partition("_")[0]
+    expected = [
+        tuple(golden.tensors[f"{kind}.prefill{index}.{key}"] for key in ("position_ids", "hidden"))
+        for index in range(len(golden.facts[kind]["prefills"]))
+    ]
+    with forwards(model) as found:
+        ask_image(model, golden, name)
+    by_length = {len(hidden): (positions, hidden) for positions, hidden in found}
+    for parts in (expected[:-1], expected[-1:]):
+        positions, hidden = by_length[sum(len(hidden) for _, hidden in parts)]
+        assert torch.equal(positions, torch.cat([positions for positions, _ in parts]))
+        near(hidden, torch.cat([hidden for _, hidden in parts]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_branch_of_every_step_is_as_published(model: Asked, golden: Any, name: str) -> None:
+    with steps(model) as found:
+        ask_image(model, golden, name)
+    fact = golden.facts[name]
+    starts, lengths = schedule(golden.asked["num_timesteps"], golden.asked["timestep_shift"])
+    assert starts.tolist() == fact["timesteps"] and len(found) == len(lengths)
+    for number, (step, length) in enumerate(zip(found, lengths.tolist(), strict=True)):
+        guided = {which: fact[f"cfg_{which}_scale_used"][number] > 1 for which in ("text", "img")}
+        if guided["img"] and not name.startswith("edit"):
+            assert step["v_img"] is None  # without images it is the main branch
+            step["v_img"] = step["v"]
+        assert {which: step[f"v_{which}"] is not None for which in guided} == guided
+        x, after = step["latents"], step["next"]
+        assert x is not None and after is not None
+        rows = {"x_t": x, "v_cond": step["v"], "v": (x - after) / length}
+        rows |= {f"v_cfg_{which}": step[f"v_{which}"] for which in guided if guided[which]}
+        for key, value in rows.items():
+            if f"{name}.{key}" in golden.tensors:
+                near_latents(value, golden.tensors[f"{name}.{key}"][number])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

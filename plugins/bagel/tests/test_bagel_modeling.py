@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import asking
 import numpy as np
 import pytest
 import torch
@@ -694,6 +695,42 @@ def test_a_checkpoint_of_any_size_chats_and_draws(sizes: tiny.Sizes, tmp_path: P
     assert velocity.shape == (len(places), config.latent_dim) and 0.1 < velocity.std() < 10
     drawn = of.vae.decode(unpatchify(velocity, *grid, config.latent_patch)[None])
     assert drawn.shape == (1, 3, *image.shape[1:]) and torch.isfinite(drawn).all()
+
+
+@pytest.mark.parametrize("sizes", [tiny.Sizes(), OTHER], ids=["tiny", "other"])
+def test_the_engine_gives_what_the_networks_do_by_themselves(sizes: tiny.Sizes, tmp_path: Path) -> None:
+    of = Model(tiny.write(tmp_path, sizes))
+    source = np.random.default_rng(0).integers(256, size=(50, 31, 3), dtype=np.uint8)
+    pixels = preprocess.first_resize(source, of.config)
+    height, width = preprocess.vae_size(pixels, of.config)
+    places = preprocess.latent_positions(height, width, of.config)
+    grid = [of.config.latent_patch * count for count in preprocess.latent_grid(height, width, of.config)]
+    noise, x = torch.randn(1, sizes.channels, *grid), torch.randn(len(places), of.config.latent_dim)
+    given, words = (asking.tensor("latents", x), asking.tensor("vae_noise", noise)), "make it blue"
+    main, texts, looked = Context(of), Context(of), Context(of)
+    main.image(drawn_over(of, pixels, noise), is_gen=True)
+    main.image(seen(of, pixels), is_gen=False)
+    rows = (main, main.fork(), texts)
+    main.text(of.text(words)), texts.text(of.text(words))
+    for t, length in zip(*(times.tolist() for times in schedule(5, 3.0)), strict=True):
+        velocities = [row.velocity(x, t, places) for row in rows]
+        scales = {"cfg_text_scale": 4.0, "cfg_img_scale": 2.0, "renorm_type": "text_channel", "renorm_min": 0.0}
+        x = x - guide(*velocities, **scales) * length
+    looked.image(seen(of, pixels), is_gen=False)
+    looked.text(of.text(words))
+    ids = [of.config.tokens.bos]
+    while len(ids) < 9:
+        ids.append(int(of.llm.logits(looked.text(torch.tensor(ids[-1:])))[0].argmax()))
+    inputs = asking.image(source), *given, asking.text(words)
+    served = asking.Asked(plugin="bagel", model=str(of.config.folder))
+    try:
+        drawn = served.ask(*inputs, task="image", outputs=["tensors"], params={"num_timesteps": 5})
+        near_latents(drawn.tensors["latents"], x)
+        params = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 8, "ignore_eos": True}
+        assert served.ask(inputs[0], inputs[-1], params=params).ids == [ids[1:]]
+        served.assert_clean()
+    finally:
+        served.close()
 
 
 def test_the_tiny_checkpoint_is_the_same_every_time_and_quick(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ def picture(seed: int, height: int = 40, width: int = 56) -> dict[str, Any]:
     return image(np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8))
 
 
-def draw(*inputs: dict[str, Any], seed: int = 1, **params: Any) -> GenerateRequest:
-    return ask_for(*inputs, task="image", outputs=["image", "tensors"], seed=seed, params=SMALL | params)
+def draw(*inputs: dict[str, Any], seed: int = 1, stream: bool = False, **params: Any) -> GenerateRequest:
+    outputs = ["image", "tensors"]
+    return ask_for(*inputs, task="image", outputs=outputs, seed=seed, stream=stream, params=SMALL | params)
 
 
 def chat(*inputs: dict[str, Any], seed: int = 1, **params: Any) -> GenerateRequest:
@@ -60,39 +61,56 @@ def same(found: Answer, alone: Answer, *, exact: bool = False) -> None:
         torch.testing.assert_close(found.tensors[name], expected, atol=atol, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def alone(serving: Asked) -> list[Answer]:
-    return [one(serving, wire) for wire in MIXED]
-
-
-@pytest.mark.parametrize("apart_s", [0.0, 0.03])
-def test_mixed_requests_do_not_change_each_other(model: Asked, alone: list[Answer], apart_s: float) -> None:
-    for found, expected in zip(model.ask_all(*MIXED, apart_s=apart_s), alone, strict=True):
-        same(found, expected)
+PAGE = 2 * 2 * 2 * 16 * 4 * 4
+"""Bytes: keys and values, layers, heads, their width, of float32, tokens."""
+NARROW = {"kv_cache_memory_bytes": 60 * PAGE, "block_size": 4, "max_model_len": 200}
+"""Memory for three requests of `MIXED`, two if they are large."""
 
 
 @pytest.fixture(scope="module")
-def narrow(golden: Any) -> Iterator[Asked]:
-    """With memory for two or three of the requests."""
-    page = 2 * 2 * 2 * 16 * 4 * 8  # keys and values, layers, heads, their width, bytes, tokens
-    served = Asked(
-        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=40 * page, block_size=8, max_model_len=200
-    )
-    yield served
-    served.close()
+def served(golden: Any) -> Iterator[Callable[..., Asked]]:
+    """`served(**settings)`: an engine of the golden checkpoint, kept until the module's tests are over."""
+    started: dict[str, Asked] = {}
+
+    def start(**settings: Any) -> Asked:
+        key = repr(sorted(settings.items()))
+        if key not in started:
+            started[key] = Asked(plugin="bagel", model=str(golden.folder), **settings)
+        return started[key]
+
+    yield start
+    for asked in started.values():
+        asked.close()
 
 
-def test_requests_give_way_when_memory_is_short(narrow: Asked, alone: list[Answer]) -> None:
-    for found, expected in zip(narrow.ask_all(*MIXED), alone, strict=True):
-        same(found, expected)
-    assert narrow.worker.scheduler.num_swaps > 0
-    narrow.assert_clean()
+@pytest.fixture(scope="module")
+def narrow(served: Callable[..., Asked]) -> Asked:
+    return served(**NARROW)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["usual", "batch invariant"])
+@pytest.mark.parametrize("memory", [{}, NARROW], ids=["ample", "for three"])
+def test_mixed_requests_do_not_change_each_other(
+    served: Callable[..., Asked], exact: bool, memory: dict[str, Any]
+) -> None:
+    """Eight at once or one after the other began, some of which hang up, against each alone."""
+    model = served(batch_invariant=exact, **memory)
+    lone = [one(served(batch_invariant=exact), wire) for wire in MIXED]
+    crowds: list[dict[int, int]] = [{}, {1: 2, 4: 3}, {0: 4, 6: 2, 7: 3}]
+    for apart_s, aborted in zip((0.0, 0.0, 0.02), crowds, strict=True):
+        found = model.ask_all(*MIXED, apart_s=apart_s, abort_after=aborted)
+        for place, (answer, expected) in enumerate(zip(found, lone, strict=True)):
+            if place in aborted:
+                assert isinstance(answer, RequestError) and answer.code == "aborted"
+            else:
+                same(answer, expected, exact=exact)
+        model.assert_clean()
+    assert (model.worker.scheduler.num_swaps > 0) == bool(memory)
 
 
 def test_texts_are_read_again_where_nothing_can_be_moved(golden: Any) -> None:
-    page = 2 * 2 * 2 * 16 * 4 * 8
     served = Asked(
-        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=12 * page, block_size=8, max_model_len=90,
+        plugin="bagel", model=str(golden.folder), kv_cache_memory_bytes=24 * PAGE, block_size=4, max_model_len=90,
         swap_space_bytes=0,
     )  # fmt: skip
     wires = [chat(text(f"{n}: what is a fox?"), max_tokens=30, temperature=1.0, seed=n) for n in range(5)]
@@ -123,36 +141,6 @@ def test_branches_and_drawings_of_any_size_share_a_forward(model: Asked) -> None
     assert rows == 20 + 2 * (20 + 17) and calls < 0.6 * rows
 
 
-def test_batches_are_exact_where_that_is_asked_for(golden: Any) -> None:
-    served = Asked(plugin="bagel", model=str(golden.folder), batch_invariant=True)
-    try:
-        lone = [one(served, wire) for wire in MIXED]
-        for found, expected in zip(served.ask_all(*MIXED), lone, strict=True):
-            same(found, expected, exact=True)
-        served.assert_clean()
-    finally:
-        served.close()
-
-
-def test_aborted_requests_leave_the_others_alone(model: Asked, alone: list[Answer]) -> None:
-    async def go() -> list[Answer]:
-        doomed = [await model.engine.submit(draw(text(f"{n}"), num_timesteps=400, seed=n)) for n in range(3)]
-        kept = [await model.engine.submit(wire) for wire in (MIXED[0], MIXED[2])]
-        async for _ in doomed[0]:
-            break
-        for handle in doomed:
-            handle.abort()
-        return [await collected(handle) for handle in kept]
-
-    async def collected(handle: Any) -> Any:
-        return [chunk async for chunk in handle], handle.result
-
-    (chunks, _), (drawn, _) = model.run(go())
-    assert [token for chunk in chunks for token in chunk.token_ids] == alone[0].ids[0]
-    (found,) = [chunk.pixels for chunk in drawn if isinstance(chunk, ImageChunk)]
-    assert np.abs(found.astype(int) - alone[2].images[0]).max() <= 1
-
-
 # ---- the prefix cache -----------------------------------------------------------------------------------
 
 
@@ -166,6 +154,7 @@ def test_what_was_read_before_is_not_read_again_and_nothing_else_is_taken_for_it
     wires = [
         chat(image(pixels), words, **GREEDY),
         chat(image(turned), words, **GREEDY),
+        chat(image(pixels.reshape(24, 168)), words, **GREEDY),  # grey, of the same bytes
         draw(image(pixels), words),
         draw(image(pixels), words, seed=2),  # other noise
         chat(text("Look!"), image(pixels), words, **GREEDY),
@@ -174,11 +163,15 @@ def test_what_was_read_before_is_not_read_again_and_nothing_else_is_taken_for_it
     cold, warm = served(caches=False), served(caches=True)
     try:
         expected = [one(cold, wire) for wire in wires]
+        pool = warm.worker.modules["llm"].pool
+        assert pool is not None
+        for wire, answer in zip(wires[:4], expected, strict=False):  # each begins with another image, or other noise
+            same(one(warm, wire), answer)
+            assert pool.hit_tokens == 0
         for _ in range(2):
             for wire, answer in zip(wires, expected, strict=True):
                 same(one(warm, wire), answer)
-        pool = warm.worker.modules["llm"].pool
-        assert pool is not None and pool.hit_tokens > 100
+        assert pool.hit_tokens > 100
         cold.assert_clean()
         warm.assert_clean()
     finally:
@@ -198,6 +191,18 @@ def test_several_drawings_differ_and_the_first_is_what_one_would_be(model: Asked
     assert several.tensors.keys() == {"latents", "latents-1", "latents-2", "pixels", "pixels-1", "pixels-2"}
     assert several.result.counters["llm.flow"] == 3 * alone.result.counters["llm.flow"]
     assert several.result.counters["llm.prefill"] == 1
+
+
+def test_noise_is_drawn_from_the_seed_in_the_order_of_the_original(model: Asked) -> None:
+    generator = torch.Generator().manual_seed(7)
+    seen = torch.randn((1, 4, 10, 14), generator=generator)  # of the image's latents
+    drawn = torch.randn((6, 16), generator=generator)
+    given = draw(picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue"), seed=8)
+    by_seed = one(model, draw(picture(1), text("blue"), seed=7))
+    assert torch.equal(one(model, given).tensors["latents"], by_seed.tensors["latents"])
+    turn = {"role": "user", "content": [picture(1), tensor("latents", drawn), tensor("vae_noise", seen), text("blue")]}
+    said = model.ask(messages=[turn], task="image", outputs=["tensors"], params=SMALL, seed=8)
+    assert torch.equal(said.tensors["latents"], by_seed.tensors["latents"])
 
 
 def test_several_texts_have_their_own_draws_and_reasons(model: Asked) -> None:
@@ -235,7 +240,7 @@ def test_log_probabilities_are_those_of_the_tokens(model: Asked) -> None:
 
 
 def test_previews_come_on_the_way(model: Asked) -> None:
-    found = one(model, draw(text("a fox"), preview_every=2, num_timesteps=8))
+    found = one(model, draw(text("a fox"), stream=True, preview_every=2, num_timesteps=8))
     images = [chunk for chunk in found.chunks if isinstance(chunk, ImageChunk)]
     assert [chunk.partial for chunk in images] == [True, True, True, False]
     assert len({chunk.pixels.tobytes() for chunk in images}) == 4
@@ -243,7 +248,7 @@ def test_previews_come_on_the_way(model: Asked) -> None:
     assert steps == [(step + 1, 7) for step in range(7)]
     plain = one(model, draw(text("a fox"), num_timesteps=8))
     torch.testing.assert_close(plain.tensors["latents"], found.tensors["latents"], atol=0, rtol=0)
-    spread = one(model, draw(text("a fox"), partial_images=2, num_timesteps=8))
+    spread = one(model, draw(text("a fox"), stream=True, partial_images=2, num_timesteps=8))
     assert sum(chunk.partial for chunk in spread.chunks if isinstance(chunk, ImageChunk)) == 2
 
 
@@ -343,6 +348,9 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "latents": ([text("a"), tensor("latents", torch.zeros(3, 16))], {}, r"latents is float32 \[3, 16\]; .* floats"),
     "latents of n": ([text("a"), tensor("latents", torch.zeros(6, 16))], {"n": 2}, "n is 2"),
     "noise": ([text("a"), picture(1), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "vae_noise is float32"),
+    "noise of none": ([text("a"), tensor("vae_noise", torch.zeros(1, 4, 2, 2))], {}, "there are 0 images; tensor"),
+    "preview": ([text("a")], {"partial_images": 2}, "partial_images is 2, but previews are for streams"),
+    "no shift": ([text("a")], {"timestep_shift": 1e-9}, "timestep_shift is 1e-09"),
     "ids": ([token_ids([5, 100000])], {}, "contains 100000; give ids of 0.."),
     "bias": ([text("a")], {"logit_bias": {"4000": 1.0}}, "logit_bias names token '4000'"),
     "unknown": ([text("a")], {"steps": 3}, "known: "),
@@ -358,6 +366,21 @@ def test_what_cannot_be_drawn_is_refused(
             *inputs, task="image", params=({"height": 16, "width": 24} if "height" not in params else {}) | params
         )
     assert caught.value.status == 400 and caught.value.param
+
+
+def test_a_drawing_that_is_no_numbers_is_an_error_and_its_neighbours_are_as_alone(model: Asked) -> None:
+    params = {"height": 16, "width": 24, "num_timesteps": 4}
+    huge = tensor("latents", torch.full((6, 16), 3e38))
+    wires = [
+        ask_for(text("a fox"), *more, task="image", outputs=["tensor:latents"], params=params)
+        for more in ([huge], [], [huge])
+    ]
+    alone = model.ask_all(wires[1])[0].tensors["latents"]
+    first, between, last = model.ask_all(*wires, abort_after={0: 99, 2: 99})
+    for error in (first, last):
+        assert isinstance(error, RequestError) and error.code == "not_finite" and "drawing 0 came to" in error.message
+    assert torch.allclose(between.tensors["latents"], alone, atol=1e-4)
+    model.assert_clean()
 
 
 def test_prompts_that_do_not_fit_are_refused(narrow: Asked) -> None:

@@ -26,6 +26,7 @@ SEPARATOR = 10
 IMAGE_FEATURES = 4
 MOST_LOGPROBS = 20
 SAMPLES_PER_FRAME = 4
+SAMPLES_PER_TOKEN = 40  # of a chat that is spoken
 SAMPLE_RATE = 8000
 MODULUS = 65521
 
@@ -211,14 +212,23 @@ class StatesParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class MediaParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`media`: none."""
+    """`media`: whether parts that were seen before are not looked at again."""
+
+    cache: bool = False
 
 
 class ChatParams(GenerateParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`chat`: as `generate`; so many likeliest tokens at each place; the first `think` tokens are reasoning."""
+    """`chat`: as `generate`; so many likeliest tokens at each place; the first `think` tokens are reasoning.
+
+    `say` is spelt in place of what was sampled, as far as there are tokens. `mute`: no sound comes.
+    """
 
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     think: Count = 0
+    voice: Literal["plain", "loud"] | None = None
+    say: str | None = None
+    mute: bool = False
+    hear_videos: bool = False
 
 
 class DrawParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -143,10 +143,12 @@ def arithmetic_nodes() -> tuple[Node, ...]:
         outputs=(count, Port("said", dtype="int64")),
     )
     nested = Port("parts", "item", "int64", None)
+    facts, seen = Port("facts", "item", "int64", None), Port("seen", "item", "int64", None)
+    look = Method(name="look", inputs=(facts,), outputs=(seen, Port("total", dtype="int64")))
     return (
         *(Node(name, (scale,), "affine") for name in ("left", "right", "third")),
         Node("mix", (combine, guide, show)),
-        Node("join", (Method(name="concat", inputs=(nested,), outputs=(Port("joined", "item", "int64", None),)),)),
+        Node("join", (Method(name="concat", inputs=(nested,), outputs=(Port("joined", "item", "int64", None),)), look)),
         Node("pace", (Method(name="lap"),)),
         Node("tally", (add,)),
     )
@@ -353,8 +355,10 @@ def states_walks() -> tuple[Walk, ...]:
 
 
 def media_walk() -> Walk:
-    join = Call("join.concat", inputs={"parts": "facts"}, emits={"joined": "facts"})
-    return Walk(name="media", inputs=("facts",), section=join)
+    # What is seen of a part depends on its content alone, so that it is seen once.
+    look = Each(Call("join.look", cache="key"), over="media", collect={"seen": "all"})
+    join = Call("join.concat", inputs={"parts": "all"}, emits={"joined": "facts"})
+    return Walk(name="media", inputs=("media",), section=Sequential(look, join))
 
 
 # ---- predicates -----------------------------------------------------------------------------------------

@@ -281,10 +281,19 @@ class Join(EchoNode):
         """Nested lists of integers -> (n,) int64, in order."""
         return {"joined": [torch.tensor([int(v) for v in leaves(part)], dtype=torch.int64) for part in parts]}
 
+    def look(self, ctx: Context, facts: list[list[int]]) -> dict[str, Any]:
+        """The facts as tensors, and their sums (B,)."""
+        seen = [torch.tensor(one, dtype=torch.int64) for one in facts]
+        return {"seen": seen, "total": torch.stack([one.sum() for one in seen])}
+
+    def finish_look(self, tasks: Sequence[Task], outputs: dict[str, Any]) -> None:
+        for task in tasks:
+            task.count("looked_tokens", len(task.inputs["facts"]))
+
 
 def leaves(value: Any) -> Iterator[Any]:
     """The values of nested lists."""
-    if isinstance(value, list):
+    if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()):
         for child in value:
             yield from leaves(child)
     elif value is not None:

@@ -405,6 +405,8 @@ def states(run: Run) -> None:
 
 def media(run: Run) -> None:
     run.count("join.concat")
+    for _ in run.request.parts:
+        run.count("join.look")
     facts = [fact for part in run.request.parts for fact in media_facts(part)]
     run.expected.tensors["facts"] = torch.tensor(facts)
 

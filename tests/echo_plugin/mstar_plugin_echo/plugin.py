@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mstar.plugin import ModelSpec, Task, hookimpl
+from mstar.plugin import ModelSpec, Task, UsualFrames, hookimpl
 from mstar_plugin_echo import config
 from mstar_plugin_echo.graph import CONSUMERS, graph
 
@@ -69,7 +69,15 @@ TASKS = {
         outputs=("tensors",),
         tensors_out=("facts",),
     ),
-    "chat": Task(params=config.ChatParams, inputs=("text", "image", "audio", "video"), messages=True),
+    "chat": Task(
+        params=config.ChatParams,
+        inputs=("text", "image", "audio", "video"),
+        outputs=("text", "audio"),
+        messages=True,
+        tools=True,
+        video_frames=UsualFrames(most=8, fps=4.0),
+        video_sound="hear_videos",
+    ),
     "draw": Task(params=config.DrawParams, inputs=("text", "image"), outputs=("image", "text"), messages=True),
 }
 

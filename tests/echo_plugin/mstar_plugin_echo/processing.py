@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,8 @@ from mstar.plugin import (
     TokensPart,
     VideoPart,
 )
+from mstar.plugin.media import content_key
+from mstar.plugin.tools import ToolCallReader
 from mstar_plugin_echo.config import (
     BOS,
     EOS,
@@ -49,6 +52,7 @@ from mstar_plugin_echo.config import (
     MODULUS,
     MOST_LOGPROBS,
     SAMPLE_RATE,
+    SAMPLES_PER_TOKEN,
     SEPARATOR,
     VOCAB_SIZE,
     NestedParams,
@@ -65,6 +69,7 @@ class DecodeState:
     request: Request
     counts: Counter[tuple[int, ...]] = field(default_factory=Counter)
     characters: dict[tuple[int, ...], codecs.IncrementalDecoder] = field(default_factory=dict)
+    readers: dict[int, ToolCallReader] = field(default_factory=dict)  # of outputs that may call tools
 
 
 class EchoProcessor(Processor):
@@ -124,10 +129,25 @@ class EchoProcessor(Processor):
         state.counts[emission.path] += 1
         if number == params.think:
             yield from self._flush(state, emission)
-        chunk = self._text(state, replace(emission, value=emission.value[0]))
+        token = emission.value[0]
+        if params.say is not None:
+            said = params.say.encode()
+            token = torch.tensor(said[number] if number < len(said) else BOS)
+        chunk = self._text(state, replace(emission, value=token))
         if params.logprobs is not None:
             chunk = replace(chunk, logprobs=(_logprob(emission.value, params.logprobs),))
-        yield replace(chunk, channel="reasoning") if number < params.think else chunk
+        if number < params.think:
+            yield replace(chunk, channel="reasoning")
+            return
+        if state.request.tools:
+            reader = state.readers.setdefault(chunk.index, ToolCallReader())
+            yield from reader.feed(chunk)
+        else:
+            yield chunk
+        if "audio" in state.request.outputs and not params.mute and token < BOS:
+            gain = 2 if params.voice == "loud" else 1
+            tone = np.full(SAMPLES_PER_TOKEN, gain * int(token) / 1024, dtype=np.float32)
+            yield AudioChunk(tone, SAMPLE_RATE, chunk.index)
 
     def _text(self, state: DecodeState, emission: Emission) -> TextChunk:
         token = int(emission.value)
@@ -140,7 +160,10 @@ class EchoProcessor(Processor):
     def _flush(self, state: DecodeState, emission: Emission) -> Iterable[Chunk]:
         decoder = state.characters.pop(emission.path, None)
         rest = decoder.decode(b"", final=True) if decoder else ""
-        if rest:
+        if (reader := state.readers.pop(_index(state, emission), None)) is not None:
+            yield from reader.feed(TextChunk(rest, (), _index(state, emission)))
+            yield from reader.flush()
+        elif rest:
             is_thought = state.counts[emission.path] <= getattr(state.request.params, "think", -1)
             channel: Literal["answer", "reasoning"] = "reasoning" if is_thought else "answer"
             yield TextChunk(rest, (), _index(state, emission), channel=channel)
@@ -189,7 +212,12 @@ def _picture(state: DecodeState, emission: Emission) -> Iterable[Chunk]:
 
 
 def encode_generate(request: Request) -> Encoded:
-    params, prompt = request.params, _prompt(request, least=2)
+    return _sampled(request, _prompt(request, least=2))
+
+
+def _sampled(request: Request, prompt: list[int]) -> Encoded:
+    """`n` samples that go on from a prompt's last token."""
+    params = request.params
     return Encoded(
         inputs={
             "ids": _ids(prompt[:-1]),
@@ -378,24 +406,14 @@ def encode_states(request: Request) -> Encoded:
 
 
 def encode_media(request: Request) -> Encoded:
-    return Encoded(inputs={"facts": [media_facts(part) for part in request.parts]})
+    facts = [media_facts(part) for part in request.parts]
+    keys = [content_key(one) if request.params.cache else None for one in facts]
+    return Encoded(inputs={"media": [{"facts": one, "key": key} for one, key in zip(facts, keys, strict=True)]})
 
 
 def encode_chat(request: Request) -> Encoded:
     """A line for each message: its role, its text, and four bytes for every image, sound or video."""
-    params, prompt = request.params, [BOS, *_conversation(request), SEPARATOR]
-    return Encoded(
-        inputs={
-            "ids": _ids(prompt[:-1]),
-            "last": [torch.tensor(prompt[-1])] * params.n,
-            "eos_at": -1 if params.eos_at is None else params.eos_at,
-        },
-        fields={"max_tokens": params.max_tokens},
-        kv_tokens={"lm.main": len(prompt) - 1 + params.max_tokens},
-        samplers={"main": sampling(params)},
-        sampler_prompts={"main": prompt},
-        prompt_token_ids=prompt,
-    )
+    return _sampled(request, [BOS, *_conversation(request), SEPARATOR])
 
 
 def encode_draw(request: Request) -> Encoded:
@@ -418,7 +436,11 @@ def _conversation(request: Request) -> bytes:
         if message.role not in known:
             text = f"messages.{place}.role is {message.role[:60]!r}; known: {', '.join(known)}"
             raise RequestError(text, param=f"messages.{place}.role")
-        lines.append(f"{message.role}:".encode() + b"".join(map(_spelt, message.parts)))
+        calls = [f"<tool_call>{call.name} {call.arguments}</tool_call>" for call in message.tool_calls]
+        said = [*map(_spelt, message.parts), "".join([*calls, message.tool_call_id or ""]).encode()]
+        lines.append(f"{message.role}:".encode() + b"".join(said))
+    if request.tools:
+        lines.insert(0, json.dumps(request.tools).encode())
     return b"\n".join([*lines, b"".join(map(_spelt, request.parts))])
 
 
@@ -447,7 +469,8 @@ def media_facts(part: Part) -> list[int]:
     if isinstance(part, ImagePart):
         return [*part.pixels.shape, zlib.crc32(part.pixels.tobytes())]
     if isinstance(part, VideoPart):
-        return [round(1000 * float(part.timestamps[-1])), *part.frames.shape, zlib.crc32(part.frames.tobytes())]
+        sound = [] if part.sound is None else media_facts(part.sound)
+        return [round(1000 * float(part.timestamps[-1])), *part.frames.shape, zlib.crc32(part.frames.tobytes()), *sound]
     assert isinstance(part, TextPart)
     return [len(part.text), zlib.crc32(part.text.encode())]
 

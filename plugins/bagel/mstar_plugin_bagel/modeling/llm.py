@@ -54,10 +54,13 @@ class Expert(nn.Module):
         return *apply_rotary(self.q_norm(q), self.k_norm(k), cos, sin), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x (N, hidden) and what its queries saw (N, H, D) -> (N, hidden), the layer's output."""
-        x = x + self.output(attended.flatten(1))
+        """x (N, hidden) and what its queries saw (N, H, D) -> (N, hidden), the layer's output.
+
+        In place where that is invisible: memory for thousands of wide rows takes longer to get than to fill.
+        """
+        x = self.output(attended.flatten(1)).add_(x)
         gate, up = self.gate_up.split(self.gate_up(self.mlp_norm(x)))
-        return x + self.down(self.activation(gate) * up)
+        return self.down(self.activation(gate).mul_(up)).add_(x)
 
 
 class Layer(nn.Module):

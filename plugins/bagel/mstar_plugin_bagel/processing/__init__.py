@@ -101,11 +101,16 @@ class BagelProcessor(Processor):
             low, high = params.cfg_interval
             message = f"cfg_interval is [{low:g}, {high:g}]; the lower time comes first"
             raise RequestError(message, param="params.cfg_interval")
-        noise = Noise(request)
-        # The drawing's noise comes first, so that it is the same whatever images there are.
+        for name in ("preview_every", "partial_images"):
+            if getattr(params, name) and not request.stream:
+                message = (
+                    f"{name} is {getattr(params, name)}, but previews are for streams; set stream, or leave it out"
+                )
+                raise RequestError(message, param=f"params.{name}")
         height, width = self._size(request)
-        first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
+        noise = Noise(request)
         prompt = self._prompt(request, noise=noise)
+        first = noise.drawing(*preprocess.latent_grid(height, width, self.config), self.config)
         drawings = [{"latents": _framed(one)} for one in first]
         tokens = len(drawings[0]["latents"])
         cells = _framed(preprocess.latent_positions(height, width, self.config))
@@ -159,7 +164,6 @@ class BagelProcessor(Processor):
         if request.params.think:
             prompt.add_text(prompt.framed(self.words.encode(THINK[request.task])))
         parts = [(param, part) for param, part in _parts(request) if not isinstance(part, TensorPart)]
-        num_images = sum(isinstance(part, ImagePart) for _, part in parts)
         for param, part in parts:
             if isinstance(part, TextPart):
                 if not part.text.strip():
@@ -170,7 +174,7 @@ class BagelProcessor(Processor):
             elif isinstance(part, ImagePart):
                 pixels = resized(part.pixels, self.config)
                 shape = latent_shape(*preprocess.vae_size(pixels, self.config), self.config)
-                prompt.add_image(pixels, None if noise is None else noise.image(shape, num_images=num_images))
+                prompt.add_image(pixels, None if noise is None else noise.image(shape))
         if not parts:
             raise RequestError("there is neither text nor an image; give one of them", param="inputs")
         return prompt
@@ -199,7 +203,7 @@ class BagelProcessor(Processor):
     def _size(self, request: Request) -> tuple[int, int]:
         """Height and width to draw: as asked, else the last image's, else square. Raises RequestError."""
         params, stride, most = request.params, self.config.latent_stride, self.config.max_image_side
-        images = [part for _, part in _parts(request) if isinstance(part, ImagePart)]
+        images = _images(request)
         if (params.height is None) != (params.width is None):
             raise RequestError("give both height and width, or neither", param="params.height")
         if params.height is None:
@@ -262,6 +266,9 @@ class BagelProcessor(Processor):
             yield TensorChunk("latents", value, index)
         else:
             is_partial = emission.name == "preview"
+            if not value.isfinite().all():
+                message = f"drawing {index} came to NaN or infinity; give smaller noise or scales, or --dtype float32"
+                raise RequestError(message, status=500, code="not_finite")
             yield ImageChunk(preprocess.to_uint8(value).numpy(), index, partial=is_partial)
             if not is_partial:
                 yield TensorChunk("pixels", value, index)
@@ -306,12 +313,19 @@ class BagelProcessor(Processor):
 
 
 class Noise:
-    """A request's random numbers: given as tensors, or drawn from its seed, those of the first drawing first."""
+    """A request's random numbers: given as tensors, or drawn on the CPU from its seed, in the order of the original.
+
+    That is each image's, in order, when its latents are sampled; then the first drawing's. Further drawings have
+    generators of their own.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._generator = torch.Generator().manual_seed(request.seed)
         self._given = request.tensor("vae_noise")
+        if self._given is not None and (count := len(_images(request))) != 1:
+            problem = f"there are {count} images; tensor 'vae_noise' can be given for one: leave it out"
+            raise RequestError(problem, param="vae_noise")
 
     def drawing(self, rows: int, columns: int, config: BagelConfig) -> list[Tensor]:
         """The first latent tokens (rows * columns, D) of each drawing. Item 0 is what one alone would be."""
@@ -327,14 +341,10 @@ class Noise:
             found.append(torch.randn(shape, generator=own))
         return found
 
-    def image(self, shape: tuple[int, int, int], *, num_images: int) -> Tensor:
+    def image(self, shape: tuple[int, int, int]) -> Tensor:
         """What an image's latents (z, h, w) are sampled with."""
         if self._given is None:
             return torch.randn((1, *shape), generator=self._generator)[0]
-        if num_images > 1:
-            raise RequestError(
-                f"there are {num_images} images; tensor 'vae_noise' can be given for one", param="vae_noise"
-            )
         return _checked(self._given, (1, *shape), name="vae_noise")[0]
 
 
@@ -351,6 +361,10 @@ def _framed(rows: Tensor) -> Tensor:
     """With a row of zeros at both ends, for the markers."""
     edge = rows.new_zeros((1, *rows.shape[1:]))
     return torch.cat((edge, rows, edge))
+
+
+def _images(request: Request) -> list[ImagePart]:
+    return [part for _, part in _parts(request) if isinstance(part, ImagePart)]
 
 
 def _parts(request: Request) -> Iterable[tuple[str, Part]]:

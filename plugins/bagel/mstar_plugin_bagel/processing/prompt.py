@@ -6,7 +6,6 @@ position; one to be drawn from is two blocks, its latents and what is seen of it
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.plugin.media import content_key
 from mstar_plugin_bagel.config import BagelConfig
 from mstar_plugin_bagel.modeling import preprocess
 
@@ -30,7 +30,6 @@ class Prompt:
         keys: (start, end, what a block's content is known by).
         position: of the next token.
         text_start: (length, position) before the last text, or of all of it if an image comes last.
-        size: height and width of the last image after its resize.
     """
 
     config: BagelConfig
@@ -42,7 +41,6 @@ class Prompt:
     images: list[dict[str, Tensor]] = field(default_factory=list)
     position: int = 0
     text_start: tuple[int, int] = (0, 0)
-    size: tuple[int, int] | None = None
 
     def framed(self, ids: Sequence[int]) -> list[int]:
         return [self.config.tokens.bos, *ids, self.config.tokens.eos]
@@ -58,7 +56,6 @@ class Prompt:
         """An image (H, W, 3), `resized`; `noise` (z, h, w) for its latents, if it is to be drawn from."""
         taken = preprocess.vit_input(pixels, self.config)
         image = {"patches": taken.patches, "places": taken.positions}
-        self.size = pixels.shape[0], pixels.shape[1]
         if noise is not None:
             image |= {"pixels": preprocess.vae_pixels(pixels, self.config), "noise": noise}
             _, height, width = image["pixels"].shape
@@ -73,11 +70,7 @@ class Prompt:
         self.ids += [marks.image_start, *[self.pad] * count, marks.image_end]
         self.position += 1
         self.blocks.append([start, len(self.ids), int(is_drawn), len(self.images)])
-        digest = hashlib.sha256(b"latents" if is_drawn else b"patches")
-        for array in content:
-            digest.update(repr((array.dtype.str, array.shape)).encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        self.keys.append((start, len(self.ids), digest.digest()))
+        self.keys.append((start, len(self.ids), content_key(is_drawn, *content)))
 
     def inputs(self) -> dict[str, Any]:
         """Walk inputs."""

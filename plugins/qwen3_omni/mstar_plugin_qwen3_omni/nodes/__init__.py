@@ -1,0 +1,1 @@
+"""The nodes of Qwen3-Omni. Run in a worker."""
