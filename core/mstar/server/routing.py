@@ -264,6 +264,10 @@ def _sum_of(parts: list[messages.Stats]) -> messages.Stats:
         swaps=sum(part.swaps for part in parts),
         cache_hit_tokens=sum(part.cache_hit_tokens for part in parts),
         cache_queried_tokens=sum(part.cache_queried_tokens for part in parts),
-        encoder_cache=_added(part.encoder_cache for part in parts),
+        encoder_cache=(
+            sum(part.encoder_cache[0] for part in parts),
+            sum(part.encoder_cache[1] for part in parts),
+            sum(part.encoder_cache[2] for part in parts),
+        ),
         method_s=method_s,
     )
