@@ -6,6 +6,7 @@ process and in every worker's; nothing here starts or talks to one.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,11 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from mstar.config import num_cores, suggest
+from mstar.config import EngineConfig, num_cores, suggest
 from mstar.errors import ConfigError
 from mstar.plugin import graph as parts
 from mstar.plugin.graph import Graph
+from mstar.plugin.spec import ModelSpec
 
 EVERYTHING = "*"
 _MOST_WORKERS = 64
@@ -48,6 +50,12 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: tuple[Device, ...] = ()
     tensor_parallel: Count = 1
     threads: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def role(self) -> str:
+        """What it runs, for people."""
+        rest = "everything" if self.nodes == (EVERYTHING,) else "everything else"
+        return ", ".join(rest if entry == EVERYTHING else entry for entry in self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +111,19 @@ class Placement:
         """Equal workers, each with everything."""
         return cls.of([Group(name="all", nodes=(EVERYTHING,), replicas=number)], graph)
 
+    @classmethod
+    def wanted(cls, config: EngineConfig, spec: ModelSpec, graph: Graph) -> Placement:
+        """What --placement, or else --workers, asks for. Raises ConfigError."""
+        if config.placement is None:
+            return cls.of_workers(max(1, config.workers), graph)
+        path = locate(config.placement, spec)
+        return cls.of(read(path), graph, source=f"--placement {path}")
+
+    @property
+    def num_replicas(self) -> int:
+        """How many requests may run at once that take a whole worker each: those of the smallest group."""
+        return min(group.replicas for group in self.groups)
+
     @property
     def workers(self) -> list[WorkerPlace]:
         """All workers, group by group."""
@@ -137,6 +158,23 @@ class Placement:
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
+
+
+def examples(spec: ModelSpec) -> dict[str, Path]:
+    """A plugin's own placement files, by short name: those in `placements` of its package."""
+    found = importlib.util.find_spec(spec.config.partition(":")[0].partition(".")[0])
+    folders = [Path(place) / "placements" for place in (found.submodule_search_locations or ())] if found else []
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def locate(name: str, spec: ModelSpec) -> Path:
+    """The file that --placement names: one of the plugin's by its short name, or a path. ConfigError if neither is."""
+    own = examples(spec)
+    path = own.get(name, Path(name).expanduser())
+    if not path.is_file():
+        known = ", ".join(own) or "none"
+        raise ConfigError(f"--placement {name} is neither a file nor a placement of {spec.name!r}; those are: {known}")
+    return path
 
 
 def read(path: Path) -> tuple[Group, ...]:
