@@ -17,7 +17,8 @@ from mstar.types import Path, SamplingParams
 class Open(Struct, tag=True, frozen=True, kw_only=True):
     """A request has been admitted; its walks follow.
 
-    `arrival` orders requests (oldest first); `params` is the task's params struct as built-in types.
+    `arrival` orders requests (oldest first); `params` is the task's params struct as built-in types; `route` has the
+    worker that serves it in each group, and is empty where there is only one.
     """
 
     request_id: str
@@ -317,7 +318,8 @@ FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity |
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     """One of several workers, for an operator.
 
-    `state` is "loading", "ready", "restarting" or "dead"; `detail` says what it is at, or how its last process ended.
+    `state` is "loading", "ready", "restarting" or "dead"; `group` and `role` are its group's name and what it runs;
+    `detail` says what it is at, or how its last process ended.
     """
 
     worker: int
@@ -325,4 +327,6 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     pid: int | None
     running: int
     restarts: int
+    group: str
+    role: str
     detail: str | None = None
