@@ -21,7 +21,7 @@ import torch
 from mstar import launch
 from mstar.config import EngineConfig, ServerConfig
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import DropSession, FromWorker, ToWorker
+from mstar.ipc.messages import Between, DropSession, FromWorker, ToWorker
 from mstar.server.app import create_app
 from mstar.server.engine import Engine
 from mstar.worker.worker import Worker
@@ -39,6 +39,9 @@ class InspectedEnd:
 
     def send(self, message: FromWorker) -> None:
         self._end.send(message)
+
+    def send_to(self, worker: int, message: Between) -> None:
+        self._end.send_to(worker, message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
         messages = self._end.receive(timeout_s)

@@ -12,8 +12,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,15 +27,18 @@ from torch import Tensor
 from mstar import launch
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
-from mstar.ipc.channel import memory_channel
+from mstar.ipc.channel import memory_channel, memory_mesh
 from mstar.ipc.messages import DropSession
 from mstar.ipc.tensors import tensor_bytes
+from mstar.placement import Group, Placement
 from mstar.plugin import checkpoint, loader
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
+from mstar.server.fleet import Fleet
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
+from mstar.server.routing import Routing
 from mstar.types import AudioChunk, Chunk, Request, TensorChunk, TextChunk
 from mstar.worker.worker import Worker
 
@@ -407,30 +411,107 @@ class Served:
         return future.result(WAIT_S)
 
     def _unfinished(self) -> list[str]:
-        works = [work.op.target for work in self.worker.scheduler.works()]
-        return works + [f"request {request.info.task}" for request in self.worker.router.requests.values()]
+        return _unfinished(self.worker)
 
     def assert_clean(self, *, sessions: int = 0) -> None:
         """Nothing is left of any request: pages, slot rows, swapped images, queues, sessions."""
         self.settle()
-        self.on_worker(lambda: self._check_worker(sessions))
+        self.on_worker(lambda: _check_worker(self.worker, sessions=sessions))
         assert self.engine.state.dead is None
         assert self.engine.num_active == 0
 
-    def _check_worker(self, sessions: int) -> None:
-        self.worker.check_integrity()
-        holdings, modules = self.worker.router.holdings, self.worker.modules
-        assert len(holdings.sessions) == sessions
-        if sessions:
-            return
-        assert not list(holdings.tenants())
-        assert modules.swap_space.used_bytes == 0
-        for module in modules.by_name.values():
-            assert module.slots.num_used == 0, f"{module.name} has {module.slots.num_used} rows left"
-            assert module.pool is None or module.pool.num_used == 0, f"{module.name} has pages left"
-            for name, sampler in module.slots.samplers.items():
-                assert not any(sampler._users.values()), f"sampler {name} remembers rows"
-                assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
+
+def _unfinished(worker: Worker) -> list[str]:
+    works = [work.op.target for work in worker.scheduler.works()]
+    return works + [f"request {request.info.task}" for request in worker.router.requests.values()]
+
+
+def _check_worker(worker: Worker, *, sessions: int) -> None:
+    worker.check_integrity()
+    holdings, modules = worker.router.holdings, worker.modules
+    assert len(holdings.sessions) == sessions
+    if sessions:
+        return
+    assert not list(holdings.tenants())
+    assert not worker.router._early and not worker.router.remote._calls and not worker.router.remote._late
+    assert modules.swap_space.used_bytes == 0
+    for module in modules.by_name.values():
+        assert module.slots.num_used == 0, f"{module.name} has {module.slots.num_used} rows left"
+        assert module.pool is None or module.pool.num_used == 0, f"{module.name} has pages left"
+        for name, sampler in module.slots.samplers.items():
+            assert not any(sampler._users.values()), f"sampler {name} remembers rows"
+            assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
+
+
+class Meshed(Served):
+    """The same with one worker for each group of nodes, all in threads of this process; messages cross as bytes.
+
+    Args:
+        groups: what each group's `nodes` are.
+    """
+
+    def __init__(self, oracle: Oracle, groups: Sequence[Sequence[str]], settings: dict[str, Any]) -> None:
+        self.groups = [Group(nodes=tuple(nodes)) for nodes in groups]
+        self.workers: list[Worker] = []
+        self.looks: list[InspectedEnd] = []
+        super().__init__(oracle, settings)
+        assert all(worker.places.group == n for n, worker in enumerate(w.modules for w in self.workers))
+
+    def _build(self) -> tuple[Worker, Engine]:
+        spec = loader.load("echo").spec
+        found = checkpoint.resolve(spec, self.config.model, parts={})
+        graph = spec.graph(found.config)
+        placement = Placement.of(self.groups, graph)
+        self.ends = memory_mesh(len(self.groups), check=True)
+        for place, (_, end) in zip(placement.workers, self.ends, strict=True):
+            self.looks.append(InspectedEnd(end))
+            more: dict[str, Any] = {"placing": placement, "worker": place.index, "group": place.group}
+            self.workers.append(Worker(spec, graph, found, self.config, self.looks[-1], **more))
+
+        async def make_engine() -> Engine:
+            routing = Routing(
+                placement, max_running_each=self.config.max_num_seqs, stall_timeout_s=100, start_timeout_s=START_S
+            )
+            fleet = Fleet(routing)
+            for place, (end, _) in zip(placement.workers, self.ends, strict=True):
+                fleet.attach(place.index, end, pid=1)
+            for worker in self.workers[1:]:
+                self.threads.append(threading.Thread(target=worker.run, daemon=True))
+                self.threads[-1].start()
+            make = load_object(spec.processor, plugin=spec.name)
+            return Engine(
+                spec=spec, graph=graph, make_processor=lambda limits: make(found, limits), config=self.config, end=fleet
+            )
+
+        self.threads: list[threading.Thread] = []
+        return self.workers[0], self.run(make_engine())
+
+    def close(self) -> None:
+        super().close()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def on_each(self, look: Callable[[Worker], Any]) -> list[Any]:
+        """The results of `look` on every worker, run on its thread."""
+        found = []
+        for worker, inspected, (end, _) in zip(self.workers, self.looks, self.ends, strict=True):
+            future = inspected.look(partial(look, worker))
+            end.send(DropSession(session="no such session"))
+            found.append(future.result(WAIT_S))
+        return found
+
+    def settle(self, *, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.engine.num_active or any(self.on_each(_unfinished)):
+            assert time.monotonic() < deadline, f"left over: {self.on_each(_unfinished)}"
+            assert self.engine.state.dead is None, self.engine.state.dead
+            time.sleep(0.001)
+
+    def assert_clean(self, *, sessions: int = 0) -> None:
+        self.settle()
+        self.on_each(partial(_check_worker, sessions=sessions))
+        assert self.engine.state.dead is None and self.engine.num_active == 0
 
 
 class Spread(Served):
@@ -602,6 +683,39 @@ def spread(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
 def spread_once(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
     """The same for all tests of a file."""
     yield from _spreads(oracle)
+
+
+SPLITS: dict[str, list[list[str]]] = {
+    "components": [["lm", "lm_text", "lm_draft", "lm_view"], ["*"]],
+    "three": [["*"], ["lm", "lm_text", "lm_draft", "lm_view"], ["voice", "depth", "sink", "left", "join"]],
+    "prefill apart": [["*"], ["lm.prefill", "lm.read"]],
+    "decode apart": [["lm.decode", "lm_draft", "lm_view", "lm.say", "lm.frame"], ["*"]],
+    "branches apart": [["*"], ["lm_text", "right", "lm_draft"], ["third", "lm_view"]],
+}
+MESHED = {"default": {}, "swap": SMALL, "overlap": {"overlap": True}, "chunked": SETTINGS["chunked"]}
+
+
+@pytest.fixture(scope="module")
+def meshes(oracle: Oracle) -> Iterator[Callable[[str, str], Meshed]]:
+    """Engines by how the echo model is split between workers, and their setting."""
+    started: dict[tuple[str, str], Meshed] = {}
+
+    def get(split: str, setting: str) -> Meshed:
+        if (split, setting) not in started:
+            started[split, setting] = Meshed(oracle, SPLITS[split], MESHED[setting])
+        return started[split, setting]
+
+    yield get
+    for served in started.values():
+        served.close()
+
+
+@pytest.fixture(params=[(split, setting) for split in SPLITS for setting in MESHED], ids="-".join)
+def meshed(meshes: Callable[[str, str], Meshed], request: pytest.FixtureRequest) -> Iterator[Meshed]:
+    """An engine of every split and setting in turn, clean before and after."""
+    found = meshes(*request.param)
+    yield found
+    found.assert_clean()
 
 
 @pytest.fixture

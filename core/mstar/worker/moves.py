@@ -66,7 +66,8 @@ class Moves:
         if key is None or not work.op.method.kv.write:  # type: ignore[union-attr]
             return
         holders = work.scope.holders[key]
-        for worker in holders - {work.ran_at}:
+        ran_at = self._places.worker if work.ran_at is None else work.ran_at
+        for worker in holders - {ran_at}:
             for module, label in [k for k, own in work.scope.holders.items() if own is holders]:
                 if worker == self._places.worker:
                     self.release(work.scope, module, label)
@@ -78,7 +79,7 @@ class Moves:
                             ordinal=work.scope.ordinal, new=label, module=module,
                         ),
                     )  # fmt: skip
-        holders &= {work.ran_at}
+        holders &= {ran_at}
 
     def forked(self, source: Scope, label: str, target: Scope, new: str) -> None:
         """A fork has been made wherever its source is."""

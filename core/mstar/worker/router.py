@@ -43,7 +43,8 @@ class Router:
         self.scheduler = scheduler
         self.places = modules.places
         self.programs = modules.compile(graph)
-        self.short_turns = {op for program in self.programs.values() for op in short_turns(program)}
+        turning = [(walk, op) for walk, program in self.programs.items() for op in short_turns(program)]
+        self.short_turns = {op for walk, op in turning if not self.places.is_away(walk, op)}
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
         self.output = Output()

@@ -325,7 +325,7 @@ class Work(Task):
         content_key: of a call whose outputs are cached; `is_cached`: they were there, and it has not run.
         reply: (worker, number) of the walk's call, where the walk lives elsewhere.
         arrival: of the sequence it waits for.
-        ran_at: the worker that runs it, where its module's sequences move between workers.
+        ran_at: the worker that runs it, where its module's sequences move between workers; None: this one.
     """
 
     request: RequestState = None  # type: ignore[assignment]
@@ -349,4 +349,4 @@ class Work(Task):
     is_cached: bool = False
     reply: tuple[int, int] | None = None
     arrival: Arrival | None = None
-    ran_at: int = -1
+    ran_at: int | None = None

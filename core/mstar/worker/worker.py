@@ -34,6 +34,7 @@ log = logging.getLogger("mstar.worker")
 STATS_INTERVAL_S = 0.1
 IDLE_WAIT_S = 1.0  # only bounds how long a wait takes to notice that the process ends
 BLOCKED_WAIT_S = 0.05
+BLOCKED_BY_OTHERS_S = 10.0  # for so long memory may be held by what waits for other workers
 LONG_STEP_S = 1.0  # from then on a step is reported while it goes on
 BEAT_INTERVAL_S = 0.25
 
@@ -56,6 +57,7 @@ class Worker:
         self.is_stopped = False
         self.is_blocked = False  # work is ready, but all of it waits for memory
         self.num_steps = 0
+        self._blocked_since_s = 0.0
         self._checked_at_step = 0  # integrity is checked once at every return to idleness
         self._stats_due_s = 0.0
         self._last_stats: Stats | None = None
@@ -203,12 +205,20 @@ class Worker:
         while batch is None and (self.scheduler.has_moved or self.cache.has_answered):
             self.router.resume()
             batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
-        self.is_blocked = batch is None and self.scheduler.has_work and not is_running
-        if self.is_blocked and not self.router.awaits_engine():
+        was_blocked, self.is_blocked = self.is_blocked, batch is None and self.scheduler.has_work and not is_running
+        if not (self.is_blocked and was_blocked):
+            self._blocked_since_s = time.monotonic()
+        if self.is_blocked and not self._may_be_helped():
             request = self.scheduler.victim_of_deadlock()
             message = "the KV cache is exhausted and nothing more can be moved to the host; raise --swap-space"
             self.router.fail(request, RequestError(message, status=503, code="kv_cache_exhausted"))
         return batch
+
+    def _may_be_helped(self) -> bool:
+        """Whether what blocks all work here may end without it: by the engine, or by other workers."""
+        if self.modules.places.is_alone:
+            return self.router.awaits_engine()
+        return time.monotonic() - self._blocked_since_s < BLOCKED_BY_OTHERS_S
 
     def route(self, finished: Finished) -> None:
         """Send what a batch gave on its way."""
