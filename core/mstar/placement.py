@@ -51,12 +51,6 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel: Count = 1
     threads: Annotated[int, Meta(ge=1)] | None = None
 
-    @property
-    def role(self) -> str:
-        """What it runs, for people."""
-        rest = "everything" if self.nodes == (EVERYTHING,) else "everything else"
-        return ", ".join(rest if entry == EVERYTHING else entry for entry in self.nodes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
@@ -141,6 +135,11 @@ class Placement:
 
     def workers_of(self, group: int) -> list[WorkerPlace]:
         return [worker for worker in self.workers if worker.group == group]
+
+    def role_of(self, group: int) -> str:
+        """What a group runs, for people."""
+        rest = "everything" if len(self.groups) == 1 else "everything else"
+        return ", ".join(rest if entry == EVERYTHING else entry for entry in self.groups[group].nodes)
 
     def group_of(self, walk: str, node: str, method: str) -> int:
         """Which group runs a call."""
