@@ -81,6 +81,13 @@ def test_examples_are_there_for_what_each_model_can_do() -> None:
     assert found["qwen3_omni"] >= {"pd", "talker_codec", "tp2"}
 
 
+def test_a_placement_that_splits_what_shares_state_is_refused() -> None:
+    model = model_of("echo")
+    groups = [Group(nodes=("depth.start",)), Group(nodes=("*",))]
+    with pytest.raises(ConfigError, match="group 0 has depth.start, group 1 has depth.step, depth.sum; these share"):
+        planning.check(model, Placement.of(groups, model.graph))
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------
 
 

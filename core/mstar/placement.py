@@ -58,11 +58,13 @@ class WorkerPlace:
 
     Args:
         index: among all workers.
+        process: of its first process, among all processes.
         group, name: its group.
         devices: one per process; empty: as where no placement is given.
     """
 
     index: int
+    process: int
     group: int
     name: str
     replica: int
@@ -122,15 +124,18 @@ class Placement:
     def workers(self) -> list[WorkerPlace]:
         """All workers, group by group."""
         found: list[WorkerPlace] = []
+        process = 0
         for index, group in enumerate(self.groups):
             ranks = group.tensor_parallel
             devices = group.devices * (group.replicas * ranks) if len(group.devices) == 1 else group.devices
             for replica in range(group.replicas):
-                own = devices[replica * ranks : (replica + 1) * ranks]
-                place = WorkerPlace(
-                    index=len(found), group=index, name=group.name, replica=replica, devices=own, threads=group.threads
-                )
-                found.append(place)
+                found.append(
+                    WorkerPlace(
+                        index=len(found), process=process, group=index, name=group.name, replica=replica,
+                        devices=devices[replica * ranks : (replica + 1) * ranks], threads=group.threads,
+                    )
+                )  # fmt: skip
+                process += ranks
         return found
 
     def workers_of(self, group: int) -> list[WorkerPlace]:

@@ -159,12 +159,14 @@ def meta_node(model: Model, module: str) -> Node:
     return node
 
 
-def check(model: Model, placement: Placement, *, source: str) -> None:
+def check(model: Model, placement: Placement, *, source: str = "placement") -> None:
     """Raise ConfigError if methods that share state are in several groups."""
+    groups = [placement.modules_of(group) for group in range(len(placement.groups))]
     facts = {}
-    for module in {node.module for node in model.graph.nodes}:
-        methods = [m.name for node in model.graph.nodes if node.module == module for m in node.methods]
-        facts[module] = stateful_methods(meta_node(model, module), methods)
+    for module in sorted({name for own in groups for name in own}):
+        if sum(module in own for own in groups) > 1:
+            methods = [m.name for node in model.graph.nodes if node.module == module for m in node.methods]
+            facts[module] = stateful_methods(meta_node(model, module), methods)
     check_state(placement, facts, source=source)
 
 
