@@ -24,7 +24,7 @@ from mstar.ipc.process_channel import Road
 from mstar.placement import Group, Placement, WorkerPlace
 from mstar.processes import Order, check_groups, worker_config
 
-ROAD = Road(control=3, lifeline=4, to_worker=5, from_worker=6)
+ROAD = Road(number=2, address="ipc://@a", inbox=3, arena=4, lifeline=5, server_address="ipc://@b", server_arena=6)
 
 
 def test_an_order_brings_every_setting_across(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import WorkerStatus
-from mstar.ipc.process_channel import ProcessEngineEnd, Road
+from mstar.ipc.process_channel import Exchange, ProcessEngineEnd, Road
 from mstar.placement import Group, Placement, WorkerPlace
 from mstar.server.fleet import Fleet
 from mstar.server.routing import Routing
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 _WATCH_S = 1.0
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 0.1
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +101,7 @@ class Processes:
         self.end = Fleet(self._routing)
         self._alive: dict[int, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._exchange: Exchange | None = None  # while any runs
 
     def status(self) -> list[WorkerStatus]:
         """Each worker, for an operator."""
@@ -108,6 +109,7 @@ class Processes:
 
     def start(self) -> None:
         """Start all; the engine learns when they are ready, or why not."""
+        self._exchange = Exchange()
         self._tasks = [asyncio.create_task(self._keep(place)) for place in self._places]
 
     async def stop(self, *, at_once: bool) -> None:
@@ -123,6 +125,9 @@ class Processes:
             for process in self._alive.values():
                 _kill(process)
             _, pending = await asyncio.wait(pending, timeout=_WATCH_S)  # one may have been about to start
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     async def _keep(self, place: WorkerPlace) -> None:
         """Have one worker run until it is given up or all are stopped."""
@@ -134,14 +139,16 @@ class Processes:
             if self.end.closed.is_set():
                 return
             started = time.monotonic()
-            end = ProcessEngineEnd()
             try:
-                reason = await self._run(place, end)
+                assert self._exchange is not None
+                end = self._exchange.end(worker)
+                try:
+                    reason = await self._run(place, end)
+                finally:
+                    end.dispose()
             except Exception as error:
                 logger.exception("worker %d cannot be started", worker)
                 reason = f"it could not be started ({error})"
-            finally:
-                end.dispose()
             if self.end.closed.is_set():
                 return
             delay_s = self.end.ended(worker, reason, age_s=time.monotonic() - started)
@@ -189,8 +196,8 @@ class Processes:
                 why = self._routing.overdue(worker, silent_s=now - end.heard_at, age_s=now - started)
                 if why is not None and self._routing.has_started and not self.end.closed.is_set():
                     return f"{why}; its process was killed"
-            if not self.end.closed.is_set():
-                await asyncio.wait((listening, ending), timeout=_LAST_WORDS_S)
+            if not self.end.closed.is_set():  # the other of the two; of a process that was killed nothing may come
+                await asyncio.wait((listening, ending), timeout=_LAST_WORDS_S if ending.done() else _WATCH_S)
             return _described(process.returncode) if ending.done() else "its channel is broken"
         finally:
             for task in (listening, ending):

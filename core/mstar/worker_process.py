@@ -38,13 +38,14 @@ def main() -> None:
         os.set_inheritable(file, False)
     sys.path[:] = order.path
     observe.setup_logging(order.log_level)
-    end = ProcessWorkerEnd(order.road, on_lost=lambda: os._exit(1))
+    end = ProcessWorkerEnd(order.road, server=order.parent, on_lost=lambda: os._exit(1))
     try:
         _serve(order, end)
     except BaseException as error:  # noqa: BLE001  # the engine must hear of it
         if not isinstance(error, ConfigError):
             sys.excepthook(type(error), error, error.__traceback__)
         end.send(Dead(reason=described(error)))
+    end.close()
     sys.stderr.flush()
     os._exit(0)  # no thread of the model's, or of a library's, may keep it
 

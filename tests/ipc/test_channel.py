@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from mstar.ipc import process_channel
 from mstar.ipc.arena import ArenaError
 from mstar.ipc.channel import EngineEnd, WorkerEnd, memory_channel
 from mstar.ipc.messages import Abort, Begin, Dead, Emit
-from mstar.ipc.process_channel import ProcessEngineEnd, ProcessWorkerEnd
+from mstar.ipc.process_channel import Exchange, ProcessEngineEnd, ProcessWorkerEnd
 from mstar.ipc.tensors import INLINE_BYTES
 
 KINDS = ("memory", "memory, checked", "processes")
@@ -32,22 +34,56 @@ def begin(value: Any) -> Begin:
     return Begin(request_id="r", walks={"main": "w"}, inputs={"x": value})
 
 
+class Channels:
+    """A server's exchange, and ends of workers that are all in this process."""
+
+    def __init__(self) -> None:
+        self.exchange = Exchange(arena_bytes=ARENA_BYTES)
+        self.pairs: list[tuple[ProcessEngineEnd, ProcessWorkerEnd]] = []
+
+    def open(self, worker: int = 0, *, on_lost: Callable[[], None] = lambda: None) -> tuple[Any, Any]:
+        engine = self.exchange.end(worker)
+        road = engine.road
+        own = dict(zip(("inbox", "arena", "lifeline"), map(os.dup, road.files), strict=True))  # as a process inherits
+        engine.hand_over()
+        engine.send(Abort(request_id="first"))  # before anybody listens
+        # An arena is known by its number in the server, which is this process.
+        found = ProcessWorkerEnd(structs.replace(road, **own), server=os.getpid(), on_lost=on_lost)
+        self.pairs.append((engine, found))
+        return engine, found
+
+    def end(self, engine: ProcessEngineEnd) -> None:
+        """As when a worker's process ends."""
+        (pair,) = [pair for pair in self.pairs if pair[0] is engine]
+        self.pairs.remove(pair)
+        pair[1].close()
+        engine.dispose()
+
+    def close(self) -> None:
+        for engine, _ in self.pairs.copy():
+            self.end(engine)
+        self.exchange.close()
+
+
+@contextlib.asynccontextmanager
+async def exchange() -> AsyncIterator[Channels]:
+    channels = Channels()
+    try:
+        yield channels
+    finally:
+        channels.close()
+
+
 @contextlib.asynccontextmanager
 async def opened(kind: str, *, on_lost: Callable[[], None] = lambda: None) -> AsyncIterator[tuple[Any, Any]]:
     """Both ends of a channel, connected."""
     if kind != "processes":
         yield memory_channel(check=kind == "memory, checked")
         return
-    engine = ProcessEngineEnd(arena_bytes=ARENA_BYTES)
-    worker = ProcessWorkerEnd(engine.road, on_lost=on_lost)
-    engine.send(Abort(request_id="first"))  # before it is connected
-    assert [m.request_id for m in await received(worker)] == ["first"]
-    try:
+    async with exchange() as channels:
+        engine, worker = channels.open(on_lost=on_lost)
+        assert [m.request_id for m in await received(worker)] == ["first"]
         yield engine, worker
-    finally:
-        for end, stop in ((worker, worker.close), (engine, engine.dispose)):
-            if end._lifeline.fileno() >= 0:
-                stop()
 
 
 async def received(worker: WorkerEnd, timeout_s: float = 5.0) -> list[Any]:
@@ -214,28 +250,23 @@ def test_a_tensor_crosses_between_processes_unchanged_and_owns_what_comes(tensor
     run(scenario())
 
 
-def test_a_worker_waits_for_room_and_an_engine_does_not() -> None:
+def test_nobody_waits_for_room_and_what_there_was_none_for_arrives_in_its_place() -> None:
     async def scenario() -> None:
         async with opened("processes") as (engine, worker):
             tensors = [torch.full((ARENA_BYTES // 5,), number, dtype=torch.uint8) for number in range(20)]
             for tensor in tensors:
-                engine.send(begin(tensor))  # no one reads
+                engine.send(begin([tensor, tensor + 1]))  # no one reads
+                worker.send(emit([tensor, tensor + 1]))  # nor does the event loop
             found: list[Any] = []
             while len(found) < 20:
                 found += await received(worker)
-            assert [int(m.inputs["x"][0]) for m in found] == list(range(20))
-
-            def send() -> None:
-                for tensor in tensors:
-                    worker.send(emit(tensor))
-
-            thread = threading.Thread(target=send)
-            thread.start()
-            time.sleep(0.3)  # the event loop does nothing meanwhile
-            assert thread.is_alive()
-            assert [int(m.value[0]) for m in await gathered(engine, 20)] == list(range(20))
-            thread.join(5)
-            assert not thread.is_alive()
+            assert [[int(t[-1]) for t in m.inputs["x"]] for m in found] == [[n, n + 1] for n in range(20)]
+            assert [[int(t[-1]) for t in m.value] for m in await gathered(engine, 20)] == [
+                [n, n + 1] for n in range(20)
+            ]
+            worker.send(emit(tensors[3]))
+            assert worker._post.arena.num_taken == 1, "all others have come back"
+            assert torch.equal((await gathered(engine, 1))[0].value, tensors[3])
 
     run(scenario())
 
@@ -256,17 +287,14 @@ def test_what_may_not_cross_is_refused_and_the_next_message_crosses() -> None:
     run(scenario())
 
 
-def test_a_lost_engine_wakes_a_worker_that_waits_for_room_and_is_told() -> None:
+def test_a_worker_whose_server_is_lost_is_told() -> None:
     async def scenario() -> None:
         lost = threading.Event()
-        async with opened("processes", on_lost=lost.set) as (engine, worker):
-            thread = threading.Thread(target=worker.send, args=(emit(torch.zeros(3 * ARENA_BYTES)),))
-            thread.start()
-            time.sleep(0.1)
-            engine.dispose()
+        async with exchange() as channels:
+            channels.open(on_lost=lost.set)
+            os.close(channels.exchange._held)
+            channels.exchange._held = os.dup(channels.exchange.lifeline)
             assert await asyncio.to_thread(lost.wait, 5)
-            thread.join(5)
-            assert not thread.is_alive()
 
     run(scenario())
 
@@ -283,13 +311,19 @@ def test_a_worker_that_lives_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario())
 
 
-def test_a_channel_out_of_step_is_an_error_of_whoever_receives() -> None:
+def test_memory_that_does_not_hold_what_was_sent_is_an_error_of_whoever_receives() -> None:
     async def scenario() -> None:
-        async with opened("processes") as (engine, worker):
-            worker._outlet.arena._position += 64
+        async with exchange() as channels:
+            (engine, worker), (other, fine) = channels.open(0), channels.open(1)
+            worker.send(emit(1))
             worker.send(emit(torch.zeros(INLINE_BYTES)))
-            with pytest.raises(ArenaError, match="out of step"):
+            worker.send(emit(2))
+            fine.send(emit(3))
+            worker._post.arena.give_back(64)
+            assert [m.value for m in await gathered(engine, 1)] == [1]
+            with pytest.raises(ArenaError, match="announced"):
                 await asyncio.wait_for(engine.receive(), 5)
+            assert [m.value for m in await gathered(other, 1)] == [3]
 
     run(scenario())
 
@@ -324,9 +358,11 @@ def test_an_engine_sends_on_when_a_full_socket_has_been_read() -> None:
 def test_what_a_worker_sent_before_it_ended_is_received_first() -> None:
     async def scenario() -> None:
         async with opened("processes") as (engine, worker):
+            worker.send(emit(torch.ones(INLINE_BYTES)))
             worker.send(Dead(reason="this is why"))
             worker.close()
-            assert [m.reason for m in await gathered(engine, 1)] == ["this is why"]
+            worker.send(Dead(reason="late"))
+            assert [m.reason for m in (await gathered(engine, 2))[1:]] == ["this is why"]
             with pytest.raises(EOFError):
                 await asyncio.wait_for(engine.receive(), 5)
             engine.send(Abort(request_id="late"))
@@ -334,18 +370,97 @@ def test_what_a_worker_sent_before_it_ended_is_received_first() -> None:
     run(scenario())
 
 
-def test_nothing_is_left_of_a_channel() -> None:
+# ---- workers among themselves -----------------------------------------------------------------------------------
+
+
+async def ids(worker: WorkerEnd, number: int) -> list[str]:
+    found: list[Any] = []
+    while len(found) < number:
+        found += await received(worker)
+    return [message.request_id for message in found]
+
+
+def test_workers_send_to_each_other_and_each_sender_keeps_its_order() -> None:
+    async def scenario() -> None:
+        async with exchange() as channels:
+            engines, workers = zip(*(channels.open(number) for number in range(3)), strict=True)
+            for worker in workers:
+                assert await ids(worker, 1) == ["first"]
+            for number in range(60):
+                large = torch.full((INLINE_BYTES,), number, dtype=torch.uint8)
+                workers[1].send_to(0, Begin(request_id=f"1 {number}", walks={}, inputs={"x": large}))
+                workers[2].send_to(0, Begin(request_id=f"2 {number}", walks={}, inputs={"x": large}))
+                engines[0].send(Abort(request_id=f"s {number}"))
+            found: list[Any] = []
+            while len(found) < 180:
+                found += await received(workers[0])
+            for sender in "12s":
+                numbers = [m.request_id.split()[1] for m in found if m.request_id[0] == sender]
+                assert numbers == [str(n) for n in range(60)]
+            assert all(m.request_id.split()[1] == str(int(m.inputs["x"][7])) for m in found if isinstance(m, Begin))
+
+    run(scenario())
+
+
+def test_a_worker_that_starts_again_is_somebody_else() -> None:
+    async def scenario() -> None:
+        async with exchange() as channels:
+            (_, first), (gone, dead) = channels.open(0), channels.open(1)
+            assert await ids(first, 1) == ["first"]
+            large = Begin(request_id="l", walks={}, inputs={"x": torch.zeros(INLINE_BYTES)})
+            dead.send_to(0, large)  # unknown to it yet: it has not looked
+            assert await ids(dead, 1) == ["first"]
+            for _ in range(9):
+                first.send_to(1, large)
+            dead.send_to(0, large)
+            channels.end(gone)
+            first.send_to(1, large)
+            assert await received(first, 0.2) == [], "what its memory was needed for is gone with it"
+            assert first._post.arena.num_taken == 0 and gone.road.address not in first._post._outlets
+            first.send_to(1, large)
+            _, again = channels.open(1)
+            assert await received(first, 0.2) == []
+            first.send_to(1, Abort(request_id="new"))
+            assert sorted(await ids(again, 2)) == ["first", "new"]
+            again.send_to(0, large)
+            assert await ids(first, 1) == ["l"]
+
+    run(scenario())
+
+
+def test_only_processes_of_the_same_user_reach_an_inbox() -> None:
+    async def scenario() -> None:
+        async with opened("processes") as (engine, worker):
+            intruder = (
+                "import os, sys, time, zmq; os.setuid(12345); s = zmq.Context().socket(zmq.PUSH);"
+                "s.connect(sys.argv[1]); s.send(b'x'); time.sleep(0.5); os._exit(0)"
+            )
+            address = engine.road.server_address
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", intruder, address)
+            assert await process.wait() == 0
+            worker.send(emit(1))
+            assert [m.value for m in await gathered(engine, 1)] == [1]
+
+    if os.getuid() != 0:
+        pytest.skip("needs to become another user")
+    run(scenario())
+
+
+def test_nothing_is_left_of_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_channel, "HEARTBEAT_S", 0.05)
+
     async def use() -> None:
         async with opened("processes") as (engine, worker):
             worker.send(emit(torch.zeros(INLINE_BYTES)))
             await gathered(engine, 1)
+        await asyncio.sleep(0.2)  # its lifeline's thread ends
 
     async def scenario() -> None:
         await use()  # threads and files that are made at first use
         files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         for _ in range(5):
             await use()
-        assert len(os.listdir("/proc/self/fd")) == files
-        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert threading.active_count() <= threads
 
     run(scenario())

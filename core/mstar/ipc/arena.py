@@ -1,111 +1,135 @@
-"""Memory that two processes share as a ring: one copies blocks in, the other copies them out, in the same order.
+"""Memory that one process copies large tensors into and others copy them out of: an open file without a name.
 
-The memory has no name: it is inherited as an open file, and is gone with the last process that has it open, however
-that one ends. Who tells the other of blocks and of room is not known here.
+The memory is gone with the last process that has it open, however that one ends. Only its owner takes blocks. Who
+reads one gives it back by zeroing its first word, and says nothing; the owner looks when it needs room. Until then that
+word is the block's generation, by which a reader sees that it holds what was announced. Who is told of blocks is not
+known here.
 
-A block is named by its position, the bytes written before it since the start: that is where it lies (modulo the size)
-and in which round. It begins with a header that repeats position and size, so a block that has been overwritten, or
-was never written, is seen by its reader.
+A word is read and written whole, and torch's copies, which let go of Python's lock, keep it in order with the elements.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
+from bisect import bisect
+from collections import deque
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-ARENA_BYTES = 32 * 2**20
+ARENA_BYTES = 256 * 2**20
+"""Address space; memory is taken as it is needed, and kept."""
 
-_HEADER = struct.Struct("<QQ")  # position, elements
-_ALIGNMENT = 64
-
-
-def create_arena(num_bytes: int = ARENA_BYTES) -> int:
-    """An open file of `num_bytes` that are allocated already. Raises OSError if there is no memory for them."""
-    file = os.memfd_create("mstar-arena", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+_HEADER = 64
+_GROWTH = 1 << 20
+_HUGE = 1 << 22
 
 
 class ArenaError(Exception):
     """A block does not hold what its reader was told."""
 
 
-class _Arena:
+def create_arena(owner: int, num_bytes: int = ARENA_BYTES) -> int:
+    """An open file for the arena of `owner`, a number above 0 that is used once."""
+    file = os.memfd_create("mstar-arena", os.MFD_CLOEXEC)
+    os.ftruncate(file, num_bytes)
+    Arena(file)._words[0] = owner
+    return file
+
+
+class Arena:
+    """One process's view of an arena; only its owner may `write` and `forget`.
+
+    Attributes:
+        owner: as it was created for.
+    """
+
     def __init__(self, file: int) -> None:
+        """Does not keep `file` for reading. The owner's has to stay open."""
         self.num_bytes = os.fstat(file).st_size
-        self.most = self.num_bytes // 4 - _ALIGNMENT
-        """Bytes of the largest block: any block fits once all others have been read."""
-        self._memory = mmap.mmap(file, self.num_bytes)
-        self._elements = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._file = file
+        memory = mmap.mmap(file, self.num_bytes)
+        self._elements = torch.frombuffer(memory, dtype=torch.uint8)
+        self._words = memoryview(memory).cast("Q")
+        self.owner = self._words[0]
+        self._generation = 0
+        self._num_allocated = 0
+        self._free = [(_HEADER, self.num_bytes)]  # begins and ends, in order, never side by side
+        self._taken: dict[Hashable, deque[tuple[int, int]]] = {}  # by reader, in the order in which they come back
 
-    def close(self) -> None:
-        """Free this process's share of the memory; nothing may be read or written from now on."""
-        del self._elements
-        self._memory.close()
+    def write(self, data: Tensor, *, reader: Hashable) -> tuple[int, int] | None:
+        """Copy a block in, uint8 (B,): its place and generation, or None if there is no room.
 
-    def _block(self, position: int, num_bytes: int) -> Tensor:
-        start = position % self.num_bytes + _HEADER.size
-        return self._elements[start : start + num_bytes]
-
-
-class ArenaWriter(_Arena):
-    """The end that copies in.
-
-    Attributes:
-        released: up to which position the reader is known to have read.
-    """
-
-    def __init__(self, file: int) -> None:
-        super().__init__(file)
-        self.released = 0
-        self._position = 0
-
-    def write(self, data: Tensor) -> int | None:
-        """Copy a block in, uint8 (B,) with B at most `most`: its position, or None while there is no room."""
-        assert data.numel() <= self.most, data.numel()
-        position, end = _placed(self._position, data.numel(), of=self.num_bytes)
-        if end - self.released > self.num_bytes:
+        A reader has to read its blocks in the order they were written in.
+        """
+        for taken in self._taken.values():
+            while taken and not self._words[taken[0][0] // 8]:
+                self._release(*taken.popleft())
+        size = -(-(_HEADER + data.numel()) // _HEADER) * _HEADER
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size and self._allocate(start + size):
+                self._free[index : index + 1] = [(start + size, end)] if end > start + size else []
+                break
+        else:
             return None
-        _HEADER.pack_into(self._memory, position % self.num_bytes, position, data.numel())
-        self._block(position, data.numel()).copy_(data)
-        self._position = end
-        return position
+        self._elements[start + _HEADER : start + _HEADER + data.numel()].copy_(data)
+        self._generation += 1
+        self._words[start // 8] = self._generation
+        self._taken.setdefault(reader, deque()).append((start, start + size))
+        return start, self._generation
+
+    def read(self, start: int, generation: int, *, num_bytes: int) -> Tensor:
+        """Copy a block out, uint8 (B,), and give it back. Raises ArenaError if it is not the one that was written."""
+        if self._words[start // 8] != generation:
+            raise ArenaError(f"block {start} was announced as {generation} and is {self._words[start // 8]}")
+        found = _empty(num_bytes)
+        found.copy_(self._elements[start + _HEADER : start + _HEADER + num_bytes])
+        if self._words[start // 8] != generation:
+            raise ArenaError(f"block {start} was overwritten while it was read")
+        self.give_back(start)
+        return found
+
+    def give_back(self, start: int) -> None:
+        """Let the owner use a block again."""
+        self._words[start // 8] = 0
+
+    def forget(self, reader: Hashable) -> None:
+        """A reader has ended: nothing of its blocks will be read."""
+        for start, end in self._taken.pop(reader, ()):
+            self._release(start, end)
+
+    @property
+    def num_taken(self) -> int:
+        """Blocks that have not been seen to come back."""
+        return sum(map(len, self._taken.values()))
+
+    def _allocate(self, end: int) -> bool:
+        """Have memory up to there, now rather than when it is touched, where its lack would end the process."""
+        if end > self._num_allocated:
+            up_to = min(self.num_bytes, -(-end // _GROWTH) * _GROWTH)
+            try:
+                os.posix_fallocate(self._file, self._num_allocated, up_to - self._num_allocated)
+            except OSError:
+                return False
+            self._num_allocated = up_to
+        return True
+
+    def _release(self, start: int, end: int) -> None:
+        index = bisect(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
 
 
-class ArenaReader(_Arena):
-    """The end that copies out.
-
-    Attributes:
-        position: up to where it has read; blocks before it may be overwritten.
-    """
-
-    def __init__(self, file: int) -> None:
-        super().__init__(file)
-        self.position = 0
-
-    def read(self, position: int, *, into: Tensor) -> None:
-        """Copy a block out. Raises ArenaError if it is not the one that was written at `position`."""
-        expected, end = _placed(self.position, into.numel(), of=self.num_bytes)
-        header = (position, into.numel())
-        if position != expected or _HEADER.unpack_from(self._memory, position % self.num_bytes) != header:
-            raise ArenaError(f"block {header} was announced where {expected} comes next: the channel is out of step")
-        into.copy_(self._block(*header))
-        if _HEADER.unpack_from(self._memory, position % self.num_bytes) != header:
-            raise ArenaError(f"block {header} was overwritten while it was read")
-        self.position = end
-
-
-def _placed(position: int, num_bytes: int, *, of: int) -> tuple[int, int]:
-    """Where a block begins and ends that comes next: blocks are whole, so it may leave out the ring's last bytes."""
-    size = -(-(_HEADER.size + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-    rest = of - position % of
-    start = position if size <= rest else position + rest
-    return start, start + size
+def _empty(num_bytes: int) -> Tensor:
+    """Uninitialised memory; in huge pages where that spares thousands of small ones."""
+    if num_bytes < _HUGE:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

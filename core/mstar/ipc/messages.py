@@ -314,6 +314,17 @@ class SessionLost(Struct, tag=True, frozen=True, kw_only=True):
 
 FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
 
+# ---- between the two ends of a channel between processes -----------------------------------------------------------
+
+
+class Peers(Struct, tag=True, frozen=True, kw_only=True):
+    """The inboxes of the workers that live, by worker: whoever is not there has ended."""
+
+    addresses: dict[int, str]
+
+
+Message = ToWorker | FromWorker | Peers
+
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     """One of several workers, for an operator.

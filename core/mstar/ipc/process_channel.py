@@ -1,343 +1,410 @@
-"""The channel between the engine and a worker in a process of its own: sockets, and an arena for what is large.
+"""The channel between processes: the server's engine, and workers in their own, which talk to each other too.
 
-A packet of the control socket is one message, or announces a piece of something large: the elements of a tensor, or a
-long message itself, go through the arena of their direction, piece by piece, before it. The lifeline, a second socket,
-says how far each side has read, which makes room in the other's arena, and once a second that the worker lives. Either
-ends when the other process does. Nothing polls, nothing is pickled.
+Every process has one inbox, an address of zmq's without a name in any file system, and a socket to each inbox that it
+sends to, made at first use. Messages of one sender arrive in its order. Large tensors lie in the sender's arena
+(`ipc.arena`), or follow their message where that has no room; so no one waits to send. Nothing polls or is pickled.
 
-All of it is inherited as open files and has no name, so that nothing is left behind, whoever is killed.
+The server makes inboxes and arenas, and a process inherits its own: an inbox can be written to before anybody reads it,
+and what a process has sent can be read after its end. Nothing is left behind, whoever is killed. An inbox and an arena
+belong to one process: whoever starts again in another's place is somebody else, `Peers` says who.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
+import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 import torch
+import zmq
 from msgspec import Struct
 from torch import Tensor
 
-from mstar.ipc.arena import ARENA_BYTES, ArenaReader, ArenaWriter, create_arena
-from mstar.ipc.messages import FromWorker, ToWorker
-from mstar.ipc.tensors import sparing_decoder, sparing_encoder
+from mstar.ipc.arena import ARENA_BYTES, Arena, create_arena
+from mstar.ipc.messages import FromWorker, Message, Peers, ToWorker
+from mstar.ipc.tensors import Place, sparing_decoder, sparing_encoder
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 
-_MESSAGE, _LONG, _PIECE = b"M", b"L", b"P"
-_PIECE_PACKET = struct.Struct("<cQQQ")  # kind, position, bytes, bytes of the whole if it is its first piece, else 0
-_POSITION = struct.Struct("<Q")
-_PACKET_BYTES = 1 << 16
+_LINGER_MS = 2000
+_MOST_AT_ONCE = 256
+_HEAD = struct.Struct("=cIII")  # kind, sender, its arena's file in the server, number of frames that follow
+_MESSAGE, _BEAT, _END = b"M", b"B", b"E"
+_SERVER = 1  # processes are numbered, over a server's life
 
 
 class Road(Struct, frozen=True, kw_only=True):
-    """The open files that a worker's process inherits to take up its end."""
+    """What a worker's process needs to take up its end, with the open files that it inherits."""
 
-    control: int
+    number: int
+    address: str
+    inbox: int
+    arena: int
     lifeline: int
-    to_worker: int
-    from_worker: int
+    server_address: str
+    server_arena: int  # an open file of the server's
 
     @property
     def files(self) -> tuple[int, ...]:
-        return self.control, self.lifeline, self.to_worker, self.from_worker
+        return self.inbox, self.arena, self.lifeline
 
 
-# ---- one direction ----------------------------------------------------------------------------------------------
+class _Gone(Exception):
+    """The sender of a message has ended, and its arena with it."""
 
 
-class _Outlet:
-    """Messages on their way out, in order; those that there is no room for wait."""
-
-    def __init__(self, file: int, control: socket.socket) -> None:
-        self.arena = ArenaWriter(file)
-        self._control = control
-        self._spared: list[Tensor] = []
-        self._encode = sparing_encoder(self._spared.append)
-        self._waiting: deque[bytes | tuple[Tensor, int]] = deque()  # a packet, or a piece and the bytes of its whole
-
-    def put(self, message: ToWorker | FromWorker) -> None:
-        """Add a message. Raises TypeError for values that may not cross."""
-        self._spared.clear()
-        body = self._encode(message)
-        is_long = len(body) >= _PACKET_BYTES
-        for large in (*self._spared, *([torch.frombuffer(bytearray(body), dtype=torch.uint8)] if is_long else ())):
-            first, *rest = large.split(self.arena.most)
-            self._waiting.append((first, large.numel()))
-            self._waiting.extend((piece, 0) for piece in rest)
-        self._waiting.append(_LONG if is_long else _MESSAGE + body)
-        self._spared.clear()
-
-    def flush(self) -> bool:
-        """Send what the arena has room for; whether that was everything. Raises what the socket raises."""
-        while self._waiting:
-            part = self._waiting[0]
-            if isinstance(part, tuple):
-                piece, whole = part
-                if (position := self.arena.write(piece)) is None:
-                    return False
-                part = self._waiting[0] = _PIECE_PACKET.pack(_PIECE, position, piece.numel(), whole)
-            self._control.send(part)
-            self._waiting.popleft()
-        return True
+def _listener(address: str) -> int:
+    """An open file that queues connections to an inbox until zmq takes it over."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address.removeprefix("ipc://").replace("@", "\0", 1))
+        listening.listen(128)
+        return listening.detach()
 
 
-class _Inlet:
-    """Packets on their way in. `release` is told how far the arena has been read, each quarter of it."""
+class _Post:
+    """One process's inbox, arena and sockets. Of one thread, but for `send`, which may have another.
 
-    def __init__(self, file: int, control: socket.socket, *, release: Callable[[int], None]) -> None:
-        self.arena = ArenaReader(file)
-        self._control = control
-        self._packet = memoryview(bytearray(_PACKET_BYTES))
-        self._release = release
-        self._released = 0
-        self._spared: deque[Tensor] = deque()
-        self._missing = 0  # bytes of the last of them
-        self._decode = sparing_decoder(self._spared.popleft)
+    Args:
+        arena: an open file, under the same number in the server's process.
+        server: that process.
 
-    def receive(self) -> list[ToWorker | FromWorker]:
-        """All messages there are. Raises EOFError at the end, and ArenaError or what decoding raises."""
-        messages: list[ToWorker | FromWorker] = []
-        while True:
+    Attributes:
+        arenas: those of senders, mapped at first use.
+        sender: of the message that was received last: its number, and its arena's.
+    """
+
+    def __init__(self, number: int, *, address: str, inbox: int, arena: int, server: int) -> None:
+        self._context = zmq.Context()
+        self.inbox = self._context.socket(zmq.PULL)
+        for option, value in ((zmq.RCVHWM, 0), (zmq.IPC_FILTER_UID, os.getuid()), (zmq.USE_FD, inbox)):
+            self.inbox.setsockopt(option, value)
+        self.inbox.bind(address)
+        self.arena = Arena(arena)
+        self.arenas: dict[int, Arena] = {}
+        self.sender = (0, 0)
+        self._server = server
+        self._outlets: dict[str, zmq.Socket[bytes]] = {}
+        self._self = number, arena
+        self._reader = ""
+        self._places: list[int] = []
+        self._inline: list[Tensor] = []
+        self._encode = sparing_encoder(self._put)
+        self._frames: list[zmq.Frame] = []
+        self._decode = sparing_decoder(self._take)
+
+    def send(self, address: str, message: Message | None, *, kind: bytes = _MESSAGE) -> None:
+        """Never blocks. Raises TypeError for values that may not cross; nothing of the message is sent then."""
+        self._reader = address
+        self._places.clear()
+        self._inline.clear()
+        try:
+            body = b"" if message is None else self._encode(message)
+        except BaseException:
+            for start in self._places:
+                self.arena.give_back(start)
+            raise
+        num_inline = len(self._inline)
+        outlet = self._outlets.get(address) or self._connect(address)
+        with contextlib.suppress(zmq.Again):  # whoever was there has ended
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if num_inline else 0)
+            outlet.send(_HEAD.pack(kind, *self._self, num_inline) + body, flags)
+            for left, elements in zip(reversed(range(num_inline)), self._inline, strict=True):
+                outlet.send(elements.numpy().data, zmq.NOBLOCK | (zmq.SNDMORE if left else 0))
+        self._inline.clear()
+
+    def receive(self, flags: int = zmq.NOBLOCK) -> tuple[bytes, Message | None]:
+        """The next message and its kind. Raises zmq.Again if there is none, or what decoding raises."""
+        frame = self.inbox.recv(flags)
+        kind, number, file, num_inline = _HEAD.unpack_from(frame)
+        self.sender = number, file
+        self._frames = [self.inbox.recv(copy=False) for _ in range(num_inline)]
+        body = memoryview(frame)[_HEAD.size :]
+        return kind, self._decode(body) if len(body) else None
+
+    def forget(self, address: str) -> None:
+        """Whoever had an inbox there has ended."""
+        self.arenas.pop(_number_of(address), None)
+        self.arena.forget(address)
+        if (outlet := self._outlets.pop(address, None)) is not None:
+            outlet.close(linger=0)
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        self._context.destroy(linger=linger_ms)
+        self._outlets.clear()
+        self.arenas.clear()
+        del self.arena
+
+    def map(self, sender: int, file: int) -> Arena:
+        """A sender's arena, while the server has it. Raises _Gone."""
+        try:
+            opened = os.open(f"/proc/{self._server}/fd/{file}", os.O_RDWR)
             try:
-                num_bytes = self._control.recv_into(self._packet, flags=socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return messages
-            except ConnectionError:
-                num_bytes = 0
-            if not num_bytes:
-                if messages:
-                    return messages
-                raise EOFError("the other process has ended")
-            kind, body = bytes(self._packet[:1]), self._packet[1:num_bytes]
-            if kind == _MESSAGE:
-                messages.append(self._decode(body))
-            elif kind == _LONG:
-                messages.append(self._decode(self._spared.pop().numpy().data))
-            else:
-                self._read(*_PIECE_PACKET.unpack(self._packet[:num_bytes])[1:])
+                arena = Arena(opened)
+            finally:
+                os.close(opened)
+        except (OSError, ValueError) as error:  # no such file, or another one
+            raise _Gone(f"the memory of process {sender} is not there: {error}") from error
+        if arena.owner != sender:
+            raise _Gone(f"the memory of process {sender} is not there, but that of {arena.owner}")
+        self.arenas[sender] = arena
+        return arena
 
-    def _read(self, position: int, num_bytes: int, whole: int) -> None:
-        if whole:
-            self._spared.append(torch.empty(whole, dtype=torch.uint8))
-            self._missing = whole
-        large = self._spared[-1]
-        start = large.numel() - self._missing
-        self.arena.read(position, into=large[start : start + num_bytes])
-        self._missing -= num_bytes
-        if self.arena.position - self._released >= self.arena.num_bytes // 4:
-            self._released = self.arena.position
-            self._release(self._released)
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        outlet = self._context.socket(zmq.PUSH)
+        # Who is not there has ended, so a second try is of no use; who is may take its time to start.
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RECONNECT_IVL, 60_000), (zmq.HANDSHAKE_IVL, 0)):
+            outlet.setsockopt(option, value)
+        outlet.connect(address)
+        self._outlets[address] = outlet
+        return outlet
+
+    def _put(self, elements: Tensor) -> Place:
+        place = self.arena.write(elements, reader=self._reader)
+        if place is None:
+            self._inline.append(elements)
+        else:
+            self._places.append(place[0])
+        return place
+
+    def _take(self, place: Place, num_bytes: int) -> Tensor:
+        if place is None:
+            return torch.frombuffer(bytearray(self._frames.pop(0).buffer), dtype=torch.uint8)
+        arena = self.arenas.get(self.sender[0]) or self.map(*self.sender)
+        return arena.read(*place, num_bytes=num_bytes)
 
 
-# ---- the worker's end -------------------------------------------------------------------------------------------
+def _number_of(address: str) -> int:
+    return int(address.rpartition("-")[2])
+
+
+# ---- a worker's end ---------------------------------------------------------------------------------------------
 
 
 class ProcessWorkerEnd:
-    """A worker's end in its own process. `send` waits for room where the engine has not read yet what was sent before.
+    """A worker's end in its own process.
 
     Args:
         road: from the engine's end; its files are this end's from now on.
-        on_lost: called, on a thread of the channel, when the engine's process is gone.
+        server: the server's process.
+        on_lost: called, on a thread of the channel, when that has ended.
     """
 
-    def __init__(self, road: Road, *, on_lost: Callable[[], None]) -> None:
-        self._control = socket.socket(fileno=road.control)
-        self._lifeline = socket.socket(fileno=road.lifeline)
-        self._lifeline.settimeout(HEARTBEAT_S)
+    def __init__(self, road: Road, *, server: int, on_lost: Callable[[], None]) -> None:
+        self._road = road
+        self._post = _Post(road.number, address=road.address, inbox=road.inbox, arena=road.arena, server=server)
         self._on_lost = on_lost
-        self._is_over = False  # closed, or the engine is gone
-        self._inlet = _Inlet(road.to_worker, self._control, release=self._say_position)
-        self._outlet = _Outlet(road.from_worker, self._control)
-        os.close(road.to_worker)
-        os.close(road.from_worker)
-        self._arrivals = select.poll()
-        self._arrivals.register(self._control, select.POLLIN)
-        self._room = threading.Condition()  # guards the outlet: any thread may send
-        self._watching = threading.Thread(target=self._watch, name="mstar-lifeline", daemon=True)
-        self._watching.start()
+        self._peers: dict[int, str] = {}
+        self._lock = threading.Lock()  # guards sending
+        self._is_closed = False
+        self._post.map(_SERVER, road.server_arena)
+        threading.Thread(target=self._watch, name="mstar-lifeline", daemon=True).start()
 
     def send(self, message: FromWorker) -> None:
-        """Raises TypeError for values that may not cross; nothing of the message is sent then."""
-        with self._room:
-            if not self._is_over:
-                self._outlet.put(message)
-            try:
-                while not self._is_over and not self._outlet.flush():
-                    self._room.wait()
-            except ConnectionError:  # the lifeline tells whoever wants to know
-                self._is_over = True
+        """To the engine; from any thread. Never blocks, but to copy.
+
+        Raises TypeError for values that may not cross; nothing of the message is sent then.
+        """
+        self._send(self._road.server_address, message)
+
+    def send_to(self, worker: int, message: ToWorker) -> None:
+        """To another worker, as `send`; dropped if that has ended, and nobody is in its place yet."""
+        if (address := self._peers.get(worker)) is not None:
+            self._send(address, message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
-        """Once the engine is gone, nothing comes any more, and nobody waits."""
+        """All messages there are, of all senders, each in its order; waits up to `timeout_s` for the first."""
+        messages: list[ToWorker] = []
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        flags = zmq.NOBLOCK
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not self._arrivals.poll(None if left_s == math.inf else math.ceil(1000 * left_s)):
-                return []
             try:
-                messages = cast(list[ToWorker], self._inlet.receive())
-            except EOFError:
-                return []
-            if messages or time.monotonic() >= deadline:
-                return messages
+                _, message = self._post.receive(flags)
+            except _Gone:
+                logger.debug("a message of a process that has ended is dropped", exc_info=True)
+            except zmq.Again:
+                left_s = deadline - time.monotonic()
+                if messages or left_s <= 0:
+                    return messages
+                self._post.inbox.setsockopt(zmq.RCVTIMEO, -1 if left_s == math.inf else math.ceil(1000 * left_s))
+                flags = zmq.Flag(0)
+            else:
+                flags = zmq.NOBLOCK
+                if isinstance(message, Peers):
+                    self._meet(message.addresses)
+                else:
+                    messages.append(cast(ToWorker, message))
 
     def close(self) -> None:
-        """Say no more; what was sent is still delivered. Not for use while another thread sends or receives."""
-        with self._room:
-            self._is_over = True
-        with contextlib.suppress(OSError):
-            self._lifeline.shutdown(socket.SHUT_RDWR)
-        self._watching.join()
-        self._lifeline.close()
-        self._control.close()
-        self._inlet.arena.close()
-        self._outlet.arena.close()
+        """Say so, and no more; what was sent is still delivered. Not for use while another thread receives."""
+        with self._lock:
+            if not self._is_closed:
+                self._post.send(self._road.server_address, None, kind=_END)
+                self._is_closed = True
+                self._post.close(linger_ms=_LINGER_MS)
+                os.close(self._road.arena)
 
-    def _say_position(self, position: int) -> None:
-        _say(self._lifeline, position)
+    def _send(self, address: str, message: FromWorker | ToWorker | None, kind: bytes = _MESSAGE) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._post.send(address, message, kind=kind)
+
+    def _meet(self, addresses: dict[int, str]) -> None:
+        with self._lock:
+            for address in set(self._peers.values()) - set(addresses.values()):
+                self._post.forget(address)
+            self._peers = addresses
 
     def _watch(self) -> None:
-        while True:
-            try:
-                record = self._lifeline.recv(_POSITION.size)
-            except TimeoutError:
-                self._say_position(self._inlet.arena.position)
-                continue
-            except OSError:
-                record = b""
-            with self._room:
-                if record:
-                    self._outlet.arena.released = max(self._outlet.arena.released, *_POSITION.unpack(record))
-                was_over, self._is_over = self._is_over, self._is_over or not record
-                self._room.notify_all()
-            if not record:
-                if not was_over:
+        """Have the server hear of this process, and learn of the server's end."""
+        while not self._is_closed:
+            if select.select([self._road.lifeline], [], [], HEARTBEAT_S)[0]:
+                if not self._is_closed:
                     self._on_lost()
-                return
+                break
+            self._send(self._road.server_address, None, _BEAT)
+        os.close(self._road.lifeline)
 
 
-# ---- the engine's end -------------------------------------------------------------------------------------------
+# ---- the server's ends ------------------------------------------------------------------------------------------
 
 
 class ProcessEngineEnd:
-    """The engine's end, made on its event loop. What there is no room for waits here, so `send` never blocks.
+    """The engine's end with one worker's process.
 
     Attributes:
-        road: for the worker's process, which inherits `road.files`; `hand_over` once it has them.
-        heard_at: when the worker's process last showed that it lives, in seconds of `time.monotonic`.
+        road: what the process needs.
+        heard_at: when its process was last heard, by the monotonic clock.
     """
 
-    def __init__(self, *, arena_bytes: int = ARENA_BYTES) -> None:
-        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lifeline, lifeline = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._is_closed = self._is_full = False
-        for ours in (self._control, self._lifeline):
-            ours.setblocking(False)
-        down, up = create_arena(arena_bytes), create_arena(arena_bytes)
-        self.road = Road(control=control.detach(), lifeline=lifeline.detach(), to_worker=down, from_worker=up)
-        self._outlet = _Outlet(down, self._control)
-        self._inlet = _Inlet(up, self._control, release=self._say_position)
+    def __init__(self, server: Exchange, worker: int, number: int) -> None:
+        self._server = server
+        self.worker = worker
+        address = f"{server.prefix}-{worker}-{number}"
+        self.road = Road(
+            number=number, address=address, inbox=_listener(address), arena=create_arena(number, server.arena_bytes),
+            lifeline=server.lifeline, server_address=server.address, server_arena=server.arena,
+        )  # fmt: skip
+        self.heard_at = time.monotonic()
         self._inbox: list[FromWorker] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
-        self.heard_at = time.monotonic()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._control, self._on_packets)
-        self._loop.add_reader(self._lifeline, self._on_lifeline)
+        self._is_closed = False
 
     def hand_over(self) -> None:
-        """The worker's process has inherited the road: close this process's copies, so that its end can be seen."""
-        for file in self.road.files:
-            os.close(file)
+        """The worker's process has inherited the road: its inbox ends with it from now on."""
+        os.close(self.road.inbox)
 
     def send(self, message: ToWorker) -> None:
         """Never blocks. Raises TypeError for values that may not cross; nothing of the message is sent then."""
         if not self._is_closed:
-            self._outlet.put(message)
-            self._flush()
+            self._server.post.send(self.road.address, message)
 
     async def receive(self) -> list[FromWorker]:
         """All messages there are, waiting for the first.
 
-        Raises EOFError once the worker's process has ended and all that it sent has been received; ArenaError, or
-        what decoding raised, if the channel is broken.
+        Raises EOFError once the worker has closed its end and all that it sent has been received; ArenaError, or what
+        decoding raised, if the channel is broken.
         """
         while not self._inbox:
             if self._failure is not None:
                 raise self._failure
-            self._waiter = self._loop.create_future()
+            self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         messages, self._inbox = self._inbox, []
         return messages
 
     def close(self) -> None:
-        """Stop listening; what there was room for is still delivered. `dispose` once the process has ended."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.remove_writer(self._control)
-            for ours in (self._control, self._lifeline):
-                self._loop.remove_reader(ours)
+        """Stop listening, and send no more; what was sent is delivered. `dispose` once the process has ended."""
+        self._is_closed = True
 
     def dispose(self) -> None:
-        """Free everything; a worker that still lives sees that its engine is gone. Once."""
+        """Free everything. Once, when the process has ended."""
         self.close()
-        self._control.close()
-        self._lifeline.close()
-        self._inlet.arena.close()
-        self._outlet.arena.close()
+        self._server.forget(self)
+        os.close(self.road.arena)
 
-    def _flush(self) -> None:
-        was_full, self._is_full = self._is_full, False
-        try:
-            self._outlet.flush()  # what the arena has no room for goes when the worker has read
-        except BlockingIOError:
-            self._is_full = True
-        except ConnectionError:  # whoever receives learns of it
-            pass
-        if self._is_full and not was_full:
-            self._loop.add_writer(self._control, self._flush)
-        elif was_full and not self._is_full:
-            self._loop.remove_writer(self._control)
-
-    def _on_packets(self) -> None:
+    def put(self, message: FromWorker | None, failure: Exception | None) -> None:
+        """From the exchange: a message has come, or the end of all."""
         self.heard_at = time.monotonic()
-        try:
-            self._inbox += cast(list[FromWorker], self._inlet.receive())
-        except Exception as error:  # noqa: BLE001  # whoever receives next raises it
-            self._failure = error
-            self._loop.remove_reader(self._control)
+        if self._is_closed or self._failure is not None:
+            return
+        self._failure = failure
+        if message is not None:
+            self._inbox.append(message)
+        elif failure is None:
+            return
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _on_lifeline(self) -> None:
-        try:
-            record = self._lifeline.recv(_POSITION.size)
-        except BlockingIOError:
-            return
-        except OSError:
-            record = b""
-        if not record:
-            self._loop.remove_reader(self._lifeline)
-            return
-        self.heard_at = time.monotonic()
-        self._outlet.arena.released = max(self._outlet.arena.released, *_POSITION.unpack(record))
-        self._flush()
 
-    def _say_position(self, position: int) -> None:
-        _say(self._lifeline, position)
+class Exchange:
+    """The server's inbox, and its ends with all workers' processes. Made, used and closed on its event loop."""
 
+    def __init__(self, *, arena_bytes: int = ARENA_BYTES) -> None:
+        self.arena_bytes = arena_bytes
+        self.prefix = f"ipc://@mstar-{secrets.token_hex(8)}"
+        self.address = f"{self.prefix}-server-{_SERVER}"
+        self.arena = create_arena(_SERVER, arena_bytes)
+        self.lifeline, self._held = os.pipe()
+        inbox = _listener(self.address)
+        self.post = _Post(_SERVER, address=self.address, inbox=inbox, arena=self.arena, server=os.getpid())
+        self._last_number = _SERVER
+        self._ends: dict[int, ProcessEngineEnd] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.post.inbox, self._on_arrivals)
 
-def _say(lifeline: socket.socket, position: int) -> None:
-    with contextlib.suppress(OSError):  # gone, or full of older ones: heartbeats repeat it
-        lifeline.send(_POSITION.pack(position), socket.MSG_DONTWAIT)
+    def end(self, worker: int) -> ProcessEngineEnd:
+        """An end with a process that is about to start as `worker`; the others are told."""
+        self._last_number += 1
+        end = ProcessEngineEnd(self, worker, self._last_number)
+        self._ends[self._last_number] = end
+        self.post.arenas[self._last_number] = Arena(end.road.arena)
+        self._announce()
+        return end
+
+    def forget(self, end: ProcessEngineEnd) -> None:
+        """A process has ended; the others are told."""
+        del self._ends[end.road.number]
+        self.post.forget(end.road.address)
+        self._announce()
+
+    def close(self) -> None:
+        """Free everything, when no process is left."""
+        self._loop.remove_reader(self.post.inbox)
+        self.post.close()
+        for file in (self.arena, self.lifeline, self._held):
+            os.close(file)
+
+    def _announce(self) -> None:
+        peers = Peers(addresses={end.worker: end.road.address for end in self._ends.values()})
+        for end in self._ends.values():
+            self.post.send(end.road.address, peers)
+
+    def _on_arrivals(self) -> None:
+        """Read what there is: zmq tells of new messages only after that."""
+        for _ in range(_MOST_AT_ONCE):
+            message: Message | None = None
+            failure: Exception | None = None
+            try:
+                kind, message = self.post.receive()
+                failure = EOFError("the worker has ended") if kind == _END else None
+            except zmq.Again:
+                return
+            except Exception as error:  # noqa: BLE001  # whoever receives next raises it
+                failure = error
+            if (end := self._ends.get(self.post.sender[0])) is not None:
+                end.put(cast(FromWorker | None, message), failure)
+        self._loop.call_soon(self._on_arrivals)

@@ -7,6 +7,7 @@ sends a tensor has moved it there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,55 +15,59 @@ import msgspec
 import torch
 from torch import Tensor
 
-from mstar.ipc.messages import FromWorker, ToWorker
+from mstar.ipc.messages import Message
 
 INLINE_BYTES = 16 * 1024
 """Tensors from here on are large."""
 
+Place = tuple[int, int] | None
+"""Where a channel has put the elements of a large tensor; what it means is the channel's."""
+
 _TENSOR = 1
-_SPARED = 2  # the same without its elements
+_SPARED = 2  # the same with a place in the stead of its elements
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )}  # fmt: skip
 _encode_tensor = msgspec.msgpack.Encoder().encode
 _decode_tensor = msgspec.msgpack.Decoder(tuple[str, list[int], memoryview]).decode  # dtype, shape, elements
-_decode_spared = msgspec.msgpack.Decoder(tuple[str, list[int]]).decode
+_decode_spared = msgspec.msgpack.Decoder(tuple[str, list[int], Place]).decode
 
 
-def encode(message: ToWorker | FromWorker) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as bytes. Raises TypeError for values that may not cross (see `ipc.messages`)."""
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> ToWorker | FromWorker:
+def decode(data: bytes) -> Message:
     """The message that `encode` made bytes of; tuples inside untyped values come back as lists."""
     return _decoder.decode(data)
 
 
-def sparing_encoder(spare: Callable[[Tensor], None]) -> Callable[[ToWorker | FromWorker], bytes]:
+def sparing_encoder(spare: Callable[[Tensor], Place]) -> Callable[[Message], bytes]:
     """Like `encode`, but the elements of each large tensor go to `spare`, in order: uint8 (B,), a view if it can be."""
 
     def encode_value(value: Any) -> msgspec.msgpack.Ext:
         if not isinstance(value, Tensor) or value.nbytes < INLINE_BYTES:
             return _encode_value(value)
         name = _dtype_name(value)
-        spare(value.detach().contiguous().reshape(-1).view(torch.uint8))
-        return msgspec.msgpack.Ext(_SPARED, _encode_tensor((name, list(value.shape))))
+        place = spare(value.detach().contiguous().reshape(-1).view(torch.uint8))
+        return msgspec.msgpack.Ext(_SPARED, _encode_tensor((name, list(value.shape), place)))
 
     return msgspec.msgpack.Encoder(enc_hook=encode_value).encode
 
 
-def sparing_decoder(take: Callable[[], Tensor]) -> Callable[[bytes | memoryview], ToWorker | FromWorker]:
-    """Like `decode`; `take` gives what was spared, in order: uint8 (B,), memory that the tensor then owns."""
+def sparing_decoder(take: Callable[[Place, int], Tensor]) -> Callable[[bytes | memoryview], Message]:
+    """Like `decode`; `take` gets places, in order, and bytes: uint8 (B,), memory that the tensor then owns."""
 
     def decode_extension(code: int, data: memoryview) -> Tensor:
         if code != _SPARED:
             return _decode_extension(code, data)
-        name, shape = _decode_spared(data)
-        return take().view(_DTYPES[name]).reshape(shape)
+        name, shape, place = _decode_spared(data)
+        dtype = _DTYPES[name]
+        return take(place, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
-    return msgspec.msgpack.Decoder(ToWorker | FromWorker, ext_hook=decode_extension).decode
+    return msgspec.msgpack.Decoder(Message, ext_hook=decode_extension).decode
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -105,4 +110,4 @@ def _decode_extension(code: int, data: memoryview) -> Tensor:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_value)
-_decoder = msgspec.msgpack.Decoder(ToWorker | FromWorker, ext_hook=_decode_extension)
+_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_extension)
