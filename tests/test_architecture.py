@@ -26,7 +26,7 @@ RANKS = {
     "errors": 0, "types": 0, "config": 0, "observe": 0,
     "media": 1,
     "plugin": 2, "layers": 2, "ipc": 2, "client": 2,
-    "worker": 3, "server": 3, "bench": 3, "model": 3,
+    "placement": 3, "worker": 3, "server": 3, "bench": 3, "model": 3,
     "launch": 4, "processes": 4, "worker_process": 4,
     "cli": 5, "__main__": 6,
 }  # fmt: skip

@@ -19,8 +19,10 @@ import pytest
 from serve_process import ServeProcess
 
 from mstar.config import EngineConfig
+from mstar.errors import ConfigError
 from mstar.ipc.process_channel import Road
-from mstar.processes import Order, worker_config
+from mstar.placement import Group, Placement, WorkerPlace
+from mstar.processes import Order, check_groups, worker_config
 
 ROAD = Road(control=3, lifeline=4, to_worker=5, from_worker=6)
 
@@ -31,9 +33,11 @@ def test_an_order_brings_every_setting_across(tmp_path: Path) -> None:
         allowed_media_domains=("example.org",), workers=2, threads=1,
     )  # fmt: skip
     order = Order(
-        worker=1, config=msgspec.to_builtins(config, enc_hook=str), road=ROAD, parent=1, path=["x"], log_level="info"
-    )
-    assert msgspec.json.decode(msgspec.json.encode(order), type=Order).engine_config() == config
+        worker=1, groups=(Group(nodes=("*",), replicas=2, devices=("cpu",)),), road=ROAD, parent=1, path=["x"],
+        config=msgspec.to_builtins(config, enc_hook=str), log_level="info",
+    )  # fmt: skip
+    arrived = msgspec.json.decode(msgspec.json.encode(order), type=Order)
+    assert arrived.groups == order.groups and arrived.engine_config() == config
 
 
 @pytest.mark.parametrize(
@@ -51,8 +55,20 @@ def test_workers_take_devices_in_turn_where_nothing_says_which(
     device: str, num_devices: int, expected: list[str]
 ) -> None:
     config = EngineConfig(plugin="echo", workers=3, device=device)
-    found = [worker_config(config, worker, threads=1, num_devices=num_devices) for worker in range(3)]
+    places = Placement(groups=(Group(nodes=("*",), replicas=3),)).workers
+    found = [worker_config(config, place, threads=1, num_devices=num_devices) for place in places]
     assert [one.device for one in found] == expected and all(one.threads == 1 for one in found)
+
+
+def test_a_place_says_which_device_and_how_many_threads() -> None:
+    place = WorkerPlace(index=1, group=0, name="lm", replica=1, devices=("cuda:3",), threads=1)
+    found = worker_config(EngineConfig(plugin="echo", device="cpu"), place, threads=2, num_devices=4)
+    assert (found.device, found.threads) == ("cuda:3", 1)
+
+
+def test_what_cannot_be_started_yet_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"groups\[1\].tensor_parallel of the placement is 2: .* not there yet"):
+        check_groups([Group(nodes=("lm",)), Group(nodes=("*",), tensor_parallel=2)])
 
 
 # ---- a server --------------------------------------------------------------------------------------------------

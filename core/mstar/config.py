@@ -228,6 +228,10 @@ class EngineConfig:
         _integer, 0, "worker processes, each with the whole model; 0: one worker, in the server's process", minimum=0,
         maximum=64,
     )  # fmt: skip
+    placement: str | None = _setting(
+        _text, None, "YAML file that says which worker processes run which parts, or the name of one of the plugin's",
+        default_text="none: --workers",
+    )  # fmt: skip
     start_timeout_s: float = _setting(_number, 1800.0, "seconds for the model to be ready, all workers", minimum=1)
     cuda_graphs: bool = _setting(_boolean, True, "on CUDA, replay captured graphs; off: launch every kernel")
     seed: int | None = _setting(
@@ -271,6 +275,8 @@ class EngineConfig:
         if self.threads is not None and self.threads > num_cores():
             limit = f"it must be at most {num_cores()}, the cores that this process may use"
             raise ConfigError(f"--threads is {self.threads}; {limit}; leave it out for the default")
+        if self.placement is not None and self.workers:
+            raise ConfigError("--placement and --workers exclude each other: give 'replicas' in the placement's groups")
         if self.compile and self.enforce_eager:
             raise ConfigError("--compile and --enforce-eager exclude each other; give one")
         if self.compile and self.batch_invariant:

@@ -1,8 +1,8 @@
 """Starts what a model needs and stops it again: `serve` behind HTTP, `run` for one request offline; `build` compiles.
 
-One process, where the worker is a thread and the channel is in memory, or with --workers a process for each
-(`processes`). The port is taken first, so that a busy one is known before anything is loaded, and listened on last, so
-that it answers only when the model can.
+One process, where the worker is a thread and the channel is in memory, or with --workers or --placement a process for
+each (`processes`). The port is taken first, so that a busy one is known before anything is loaded, and listened on
+last, so that it answers only when the model can.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mstar.ipc.messages import Dead, WorkerStatus
 from mstar.layers import kernels, shims
 from mstar.model import Model, find_model
 from mstar.observe import printable, progress
+from mstar.placement import Placement
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.processes import STOP_S, Processes
@@ -123,12 +124,14 @@ async def started_engine(
         model: what `find_model(config)` gave, if it is known already.
         base: folder that file names in requests start from; None: requests may not name files.
     """
-    threads = _set_threads(config)
     model = model or find_model(config)
-    workers = _Thread(model, config) if not config.workers else Processes(config, threads=threads)
+    placement = Placement.wanted(config, model.plugin.spec, model.graph)
+    threads = _set_threads(config, num_workers=len(placement.workers))
+    is_alone = not config.workers and config.placement is None
+    workers = _Thread(model, config) if is_alone else Processes(config, placement, threads=threads)
     engine = Engine(
         spec=model.plugin.spec, graph=model.graph, make_processor=model.make_processor, config=config,
-        end=workers.end, base=base, workers=workers.status,
+        end=workers.end, base=base, workers=workers.status, num_replicas=placement.num_replicas,
     )  # fmt: skip
     workers.start()
     reporting = asyncio.create_task(_report(engine))
@@ -181,15 +184,15 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig) -> int:
+def _set_threads(config: EngineConfig, *, num_workers: int = 1) -> int:
     """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch.
 
     Returns their number for one worker: workers in processes share them, unless an operator has given a number.
     """
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
-    if config.workers > 1 and config.threads is None and environment().omp_num_threads is None:
-        num_threads, reason = max(1, num_threads // config.workers), f"{reason}, shared by {config.workers} workers"
+    if num_workers > 1 and config.threads is None and environment().omp_num_threads is None:
+        num_threads, reason = max(1, num_threads // num_workers), f"{reason}, shared by {num_workers} workers"
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
     return num_threads
 

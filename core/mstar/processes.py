@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,10 @@ import msgspec
 import torch
 
 from mstar.config import EngineConfig
+from mstar.errors import ConfigError
 from mstar.ipc.messages import WorkerStatus
 from mstar.ipc.process_channel import ProcessEngineEnd, Road
+from mstar.placement import Group, Placement, WorkerPlace
 from mstar.server.fleet import Fleet
 from mstar.server.routing import Routing
 
@@ -36,12 +39,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's process is told at its start, as JSON on its standard input.
 
     Args:
+        groups: of the placement, in which `worker` is its index.
         config: the fields of its EngineConfig as built-in types.
         parent: the process that it must not outlive.
         path: where modules are found.
     """
 
     worker: int
+    groups: tuple[Group, ...]
     config: dict[str, Any]
     road: Road
     parent: int
@@ -53,29 +58,42 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(self.config, EngineConfig, dec_hook=lambda kind, value: kind(value))
 
 
-def worker_config(config: EngineConfig, worker: int, *, threads: int, num_devices: int) -> EngineConfig:
-    """What one of several workers gets: its threads and, where nothing says which, a CUDA device in turn."""
-    device = config.device
+def worker_config(config: EngineConfig, place: WorkerPlace, *, threads: int, num_devices: int) -> EngineConfig:
+    """What one worker gets: the device and threads of its place, or else so many threads and, where nothing says which,
+    a CUDA device in turn.
+    """
+    device = place.devices[0] if place.devices else config.device
     if device in ("auto", "cuda") and num_devices > 1:
-        device = f"cuda:{worker % num_devices}"
-    return replace(config, threads=threads, device=device)
+        device = f"cuda:{place.index % num_devices}"
+    return replace(config, threads=place.threads or threads, device=device)
+
+
+def check_groups(groups: Sequence[Group]) -> None:
+    """Raise ConfigError for groups whose processes cannot be started."""
+    for index, group in enumerate(groups):
+        if group.tensor_parallel > 1:  # a worker whose further ranks nobody starts yet
+            wanted = "tensor parallelism is not there yet; leave it out, or set it to 1"
+            raise ConfigError(f"groups[{index}].tensor_parallel of the placement is {group.tensor_parallel}: {wanted}")
 
 
 class Processes:
     """The workers of one model.
 
     Args:
-        threads: for each.
+        threads: for each whose place has none.
 
     Attributes:
         end: for the engine, as if they were one worker.
     """
 
-    def __init__(self, config: EngineConfig, *, threads: int) -> None:
+    def __init__(self, config: EngineConfig, placement: Placement, *, threads: int) -> None:
+        check_groups(placement.groups)
         self._config = config
+        self._groups = placement.groups
+        self._places = placement.workers
         self._threads = threads
         self._routing = Routing(
-            config.workers, max_running_each=config.max_num_seqs, stall_timeout_s=config.stall_timeout_s,
+            placement, max_running_each=config.max_num_seqs, stall_timeout_s=config.stall_timeout_s,
             start_timeout_s=config.start_timeout_s,
         )  # fmt: skip
         self.end = Fleet(self._routing)
@@ -88,7 +106,7 @@ class Processes:
 
     def start(self) -> None:
         """Start all; the engine learns when they are ready, or why not."""
-        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in range(self._config.workers)]
+        self._tasks = [asyncio.create_task(self._keep(place)) for place in self._places]
 
     async def stop(self, *, at_once: bool) -> None:
         """Wait for those that have been told to end, unless `at_once`, and kill the rest."""
@@ -104,8 +122,9 @@ class Processes:
                 _kill(process)
             _, pending = await asyncio.wait(pending, timeout=_WATCH_S)  # one may have been about to start
 
-    async def _keep(self, worker: int) -> None:
+    async def _keep(self, place: WorkerPlace) -> None:
         """Have one worker run until it is given up or all are stopped."""
+        worker = place.index
         delay_s: float | None = 0.0
         while delay_s is not None:
             with contextlib.suppress(TimeoutError):
@@ -115,7 +134,7 @@ class Processes:
             started = time.monotonic()
             end = ProcessEngineEnd()
             try:
-                reason = await self._run(worker, end)
+                reason = await self._run(place, end)
             except Exception as error:
                 logger.exception("worker %d cannot be started", worker)
                 reason = f"it could not be started ({error})"
@@ -127,13 +146,14 @@ class Processes:
             then = "it is not started again" if delay_s is None else f"it is started again in {delay_s:g} s"
             logger.error("worker %d has ended: %s; %s", worker, reason, then)
 
-    async def _run(self, worker: int, end: ProcessEngineEnd) -> str:
+    async def _run(self, place: WorkerPlace, end: ProcessEngineEnd) -> str:
         """Run one process to its end: how it ended."""
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        config = worker_config(self._config, worker, threads=self._threads, num_devices=num_devices)
+        config = worker_config(self._config, place, threads=self._threads, num_devices=num_devices)
         order = Order(
-            worker=worker, config=msgspec.to_builtins(config, enc_hook=str), road=end.road, parent=os.getpid(),
-            path=sys.path, log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
+            worker=place.index, groups=self._groups, config=msgspec.to_builtins(config, enc_hook=str), road=end.road,
+            parent=os.getpid(), path=sys.path,
+            log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
         )  # fmt: skip
         command = (sys.executable, "-P", "-m", "mstar.worker_process")
         try:
@@ -142,18 +162,18 @@ class Processes:
             )
         finally:
             end.hand_over()
-        self._alive[worker] = process
+        self._alive[place.index] = process
         try:
             assert process.stdin is not None
             with contextlib.suppress(ConnectionError):  # it has ended already; how is what counts
                 process.stdin.write(msgspec.json.encode(order))
                 await process.stdin.drain()
             process.stdin.close()
-            return await self._watch(worker, process, end)
+            return await self._watch(place.index, process, end)
         finally:
             _kill(process)
             await process.wait()
-            del self._alive[worker]
+            del self._alive[place.index]
 
     async def _watch(self, worker: int, process: asyncio.subprocess.Process, end: ProcessEngineEnd) -> str:
         """Wait until a process ends, or has to: how it ended, or why it has to."""

@@ -9,6 +9,7 @@ import pytest
 
 from mstar.ipc.channel import memory_channel
 from mstar.ipc.messages import Abort, Begin, Emit, Failed, FromWorker, Open, Ready, Shutdown, ToWorker
+from mstar.placement import Group, Placement
 from mstar.server.fleet import Fleet
 from mstar.server.routing import Routing
 
@@ -34,7 +35,8 @@ class Refusing:
 
 
 def fleet_of(number: int) -> Fleet:
-    return Fleet(Routing(number, max_running_each=4, stall_timeout_s=30, start_timeout_s=100))
+    placement = Placement(groups=(Group(name="all", nodes=("*",), replicas=number),))
+    return Fleet(Routing(placement, max_running_each=4, stall_timeout_s=30, start_timeout_s=100))
 
 
 def opening(name: str) -> Open:
@@ -104,5 +106,28 @@ def test_a_request_that_no_worker_can_take_fails(is_restarting: bool) -> None:
         failed = await heard(fleet, Failed)
         assert (failed.request_id, failed.status, failed.code) == ("a", 503, "worker_lost")
         end.is_over.set()
+
+    asyncio.run(scenario())
+
+
+def test_the_other_worker_of_a_request_that_fails_is_told() -> None:
+    async def scenario() -> None:
+        placement = Placement(groups=tuple(Group(name=name, nodes=(name,)) for name in ("lm", "voice")))
+        fleet = Fleet(Routing(placement, max_running_each=4, stall_timeout_s=30, start_timeout_s=100))
+        ends = [memory_channel(check=True) for _ in range(2)]
+        listening = [fleet.attach(worker, end, pid=worker + 1) for worker, (end, _) in enumerate(ends)]
+        for _, worker in ends:
+            worker.send(Ready(plan=[], max_model_len=8))
+        await heard(fleet, Ready)
+        fleet.send(opening("a"))
+        for _, worker in ends:
+            (opened,) = worker.receive(1)
+            assert isinstance(opened, Open) and opened.route == (0, 1)
+        ends[1][1].send(Failed(request_id="a", message="no"))
+        assert (await heard(fleet, Failed)).message == "no"
+        assert ends[0][1].receive(1) == [Abort(request_id="a")] and ends[1][1].receive(0) == []
+        fleet.close()
+        for task in listening:
+            task.cancel()
 
     asyncio.run(scenario())

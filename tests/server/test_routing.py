@@ -23,13 +23,20 @@ from mstar.ipc.messages import (
     SessionLost,
     Shutdown,
     Stats,
+    StopAt,
+    WalkDone,
 )
+from mstar.placement import Group, Placement
 from mstar.server.routing import Routing
 
 
-def routing_of(num_workers: int, *, ready: bool = True) -> Routing:
-    routing = Routing(num_workers, max_running_each=4, stall_timeout_s=30, start_timeout_s=100)
-    for worker in range(num_workers):
+def routing_of(*replicas: int, ready: bool = True) -> Routing:
+    """Groups of so many replicas: one with everything, or "g0" with "n0" and so on."""
+    groups = [Group(name=f"g{n}", nodes=(f"n{n}",), replicas=number) for n, number in enumerate(replicas)]
+    alone = Group(name="all", nodes=("*",), replicas=replicas[0])
+    placement = Placement(groups=tuple(groups) if len(groups) > 1 else (alone,))
+    routing = Routing(placement, max_running_each=4, stall_timeout_s=30, start_timeout_s=100)
+    for worker in range(sum(replicas)):
         routing.started(worker, pid=100 + worker)
         if ready:
             routing.from_worker(worker, ready_with())
@@ -51,6 +58,15 @@ def place(routing: Routing, name: str, *, session: str | None = None) -> int:
     ((worker, message),) = routing.to_workers(opening(name, session=session))
     assert isinstance(message, Open) and message.request_id == name
     return worker
+
+
+def route_of(routing: Routing, name: str, *, session: str | None = None) -> tuple[int, ...]:
+    """The route of a new request, which every worker on it is told."""
+    sent = routing.to_workers(opening(name, session=session))
+    assert all(isinstance(message, Open) for _, message in sent)
+    routes = {message.route for _, message in sent if isinstance(message, Open)}
+    assert routes == {tuple(worker for worker, _ in sent)} or not sent
+    return routes.pop() if sent else ()
 
 
 def end(routing: Routing, worker: int, *, age_s: float = 5.0) -> tuple[list[FromWorker], float | None]:
@@ -232,3 +248,118 @@ def test_statistics_are_those_of_all() -> None:
     (both,) = routing.from_worker(1, stats(2))
     assert isinstance(both, Stats) and both.running == both.cache_queried_tokens == 3
     assert both.pools == {"lm": (3, 20)} and both.method_s == {"lm.decode": (3, 3, 1.0)}
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------
+
+
+def test_a_route_has_the_replica_with_the_fewest_of_each_group() -> None:
+    routing = routing_of(1, 2, 3)
+    assert [route_of(routing, name) for name in "abcd"] == [(0, 1, 3), (0, 2, 4), (0, 1, 5), (0, 2, 3)]
+    routing.to_workers(Close(request_id="a"))
+    assert route_of(routing, "e") == (0, 1, 4)
+    assert [status.running for status in routing.status()] == [4, 2, 2, 1, 2, 1]
+    assert [(s.group, s.role) for s in routing.status()] == [("g0", "n0")] + [("g1", "n1")] * 2 + [("g2", "n2")] * 3
+    assert [(s.group, s.role) for s in routing_of(2).status()] == [("all", "everything")] * 2
+
+
+def test_all_of_a_route_hear_what_concerns_the_request() -> None:
+    routing = routing_of(1, 2)
+    assert (route_of(routing, "a"), route_of(routing, "b")) == ((0, 1), (0, 2))
+    for message in (
+        Begin(request_id="b", walks={"main": "w"}, inputs={}),
+        StopAt(request_id="b", path=()),
+        Close(request_id="b"),
+    ):
+        assert routing.to_workers(message) == [(0, message), (2, message)]
+    assert routing.to_workers(Abort(request_id="b")) == [] and routing.take_sends() == []
+
+
+def test_a_session_keeps_its_route() -> None:
+    routing = routing_of(2, 2)
+    assert route_of(routing, "a") == (0, 2)
+    home = route_of(routing, "b", session="s")
+    routing.to_workers(Close(request_id="b"))
+    assert [route_of(routing, f"more {n}", session="s") for n in range(3)] == [home] * 3 == [(1, 3)] * 3
+    drop = DropSession(session="s")
+    assert routing.to_workers(drop) == [(1, drop), (3, drop)] and routing.to_workers(drop) == []
+
+
+def test_what_fails_in_one_worker_of_a_route_is_aborted_in_the_others() -> None:
+    routing = routing_of(1, 2, 1)
+    assert route_of(routing, "a", session="s") == (0, 1, 3)
+    failed = Failed(request_id="a", message="no")
+    assert routing.from_worker(1, failed) == [failed]
+    assert routing.take_sends() == [(0, Abort(request_id="a")), (3, Abort(request_id="a"))]
+    assert routing.take_sends() == [] and sum(status.running for status in routing.status()) == 0
+    assert routing.to_workers(DropSession(session="s")) == []
+    assert routing.from_worker(0, failed) == [failed] and routing.take_sends() == [], "a late one changes nothing"
+
+
+def test_what_runs_over_a_worker_that_ends_is_aborted_in_the_others_and_its_sessions_dropped() -> None:
+    routing = routing_of(1, 2)
+    assert [route_of(routing, name) for name in "ab"] == [(0, 1), (0, 2)]
+    assert route_of(routing, "c", session="s") == (0, 1)
+    routing.to_workers(Close(request_id="c"))
+    told, delay_s = end(routing, 1)
+    assert [type(message) for message in told] == [Capacity, Failed, SessionLost, Stats] and delay_s is not None
+    assert isinstance(told[1], Failed) and told[1].request_id == "a" and "worker 1 (g1) has ended" in told[1].message
+    assert routing.take_sends() == [(0, Abort(request_id="a")), (0, DropSession(session="s"))]
+    assert told[0] == Capacity(most_running=4) and route_of(routing, "d") == (0, 2)
+
+
+def test_nothing_is_sent_to_a_worker_that_is_not_there() -> None:
+    routing = routing_of(1, 1)
+    route_of(routing, "a")
+    end(routing, 1)
+    end(routing, 0)
+    assert routing.take_sends() == []
+
+
+def test_a_group_without_a_ready_replica_keeps_all_requests_out_until_it_is_back() -> None:
+    routing = routing_of(2, 1)
+    assert [w.state for w in routing.status()] == ["ready"] * 3
+    (capacity, *_), _ = end(routing, 2)
+    assert isinstance(capacity, Capacity) and capacity.most_running == 0 and capacity.missing is not None
+    assert "worker 2 (g1) has ended" in capacity.missing and "started again" in capacity.missing
+    assert route_of(routing, "a") == ()
+    routing.started(2, pid=9)
+    assert routing.from_worker(2, ready_with()) == [Capacity(most_running=4)]
+    assert route_of(routing, "a") == (0, 2)
+
+
+def test_a_group_that_is_given_up_ends_the_model() -> None:
+    routing = routing_of(2, 1)
+    for _ in range(6):
+        told, delay_s = end(routing, 2)
+    assert delay_s is None and isinstance(told[-1], Dead)
+    assert states(routing) == ["ready", "ready", "dead"]
+
+
+def test_it_is_ready_when_every_group_is_with_the_components_of_each() -> None:
+    routing = routing_of(2, 1, ready=False)
+    large, small = [("lm", 1, 20, 200)], [("lm", 1, 10, 100)]
+    assert routing.from_worker(0, ready_with(plan=large)) == [Beat(step="", seconds=0.0)]
+    routing.from_worker(1, ready_with(plan=small, max_model_len=32, compiled=Compiled(num_methods=2)))
+    capacity, ready = routing.from_worker(2, ready_with(plan=[("voice", 3, 0, 0)], compiled=Compiled(num_methods=1)))
+    assert capacity == Capacity(most_running=4), "of the group that can take least"
+    assert isinstance(ready, Ready) and ready.max_model_len == 32 and ready.compiled.num_methods == 1
+    assert ready.plan == [*small, ("voice", 3, 0, 0)]
+
+
+def test_what_workers_of_a_request_count_is_added_up() -> None:
+    routing = routing_of(1, 1)
+    route_of(routing, "a")
+
+    def done(lane: str, counters: dict[str, int], counts: dict[str, int]) -> WalkDone:
+        return WalkDone(
+            request_id="a", lane=lane, walk="w", outputs={}, reasons={}, counters=counters, counts=counts
+        )  # fmt: skip
+
+    assert routing.from_worker(0, done("lm", {"lm.decode": 2}, {"n": 1})) == [done("lm", {"lm.decode": 2}, {"n": 1})]
+    assert routing.from_worker(1, done("voice", {"voice.render": 1}, {"n": 2})) == [
+        done("voice", {"lm.decode": 2, "voice.render": 1}, {"n": 3})
+    ]
+    assert routing.from_worker(0, done("lm", {"lm.decode": 5}, {"n": 4})) == [
+        done("lm", {"lm.decode": 5, "voice.render": 1}, {"n": 6})
+    ]

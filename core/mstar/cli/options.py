@@ -73,11 +73,15 @@ def engine_config(settings: dict[str, Any]) -> config.EngineConfig:
     """The engine's settings, with a plugin that is there and a model that may be. Raises ConfigError, before torch is
     imported, or PluginError.
     """
+    from mstar import placement
     from mstar.plugin import checkpoint, loader
 
     settings = settings | {"plugin": choose_plugin(settings.get("plugin"))}
     engine = config.EngineConfig(**settings)
-    checkpoint.check(loader.load(engine.plugin).spec, engine.model)
+    spec = loader.load(engine.plugin).spec
+    checkpoint.check(spec, engine.model)
+    if engine.placement is not None:
+        placement.read(placement.locate(engine.placement, spec))
     return engine
 
 

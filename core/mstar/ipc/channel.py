@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Sequence
 from typing import Protocol, cast
 
-from mstar.ipc.messages import FromWorker, ToWorker
+from mstar.ipc.messages import Between, FromWorker, ToWorker
 from mstar.ipc.tensors import decode, encode
 
 
@@ -24,8 +25,14 @@ class WorkerEnd(Protocol):
         Raises TypeError for values that may not cross, where they have to.
         """
 
+    def send_to(self, worker: int, message: Between) -> None:
+        """Never blocks; does nothing once that worker is gone."""
+
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
-        """All messages there are, waiting up to `timeout_s` (None: for ever) for the first; empty on time-out."""
+        """All messages there are, each sender's in order, waiting up to `timeout_s` (None: for ever) for the first.
+
+        Empty on time-out.
+        """
 
 
 class EngineEnd(Protocol):
@@ -44,13 +51,20 @@ class EngineEnd(Protocol):
 class MemoryWorkerEnd:
     """A worker's end in the engine's own process."""
 
-    def __init__(self, inbox: queue.SimpleQueue[ToWorker], peer: MemoryEngineEnd, *, check: bool) -> None:
+    def __init__(
+        self, inbox: queue.SimpleQueue[ToWorker], peer: MemoryEngineEnd, *, check: bool,
+        others: Sequence[queue.SimpleQueue[ToWorker]] = (),
+    ) -> None:  # fmt: skip
         self._inbox = inbox
         self._peer = peer
         self._check = check
+        self._others = others
 
     def send(self, message: FromWorker) -> None:
         self._peer.put(cast(FromWorker, decode(encode(message))) if self._check else message)
+
+    def send_to(self, worker: int, message: Between) -> None:
+        self._others[worker].put(cast(ToWorker, decode(encode(message))) if self._check else message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
         messages = []
@@ -109,6 +123,14 @@ def memory_channel(*, check: bool = False) -> tuple[MemoryEngineEnd, MemoryWorke
     Args:
         check: encode and decode every message, so that nothing that could not cross processes creeps in.
     """
-    to_worker: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
-    engine = MemoryEngineEnd(to_worker, check=check)
-    return engine, MemoryWorkerEnd(to_worker, engine, check=check)
+    return memory_mesh(1, check=check)[0]
+
+
+def memory_mesh(num_workers: int, *, check: bool = False) -> list[tuple[MemoryEngineEnd, MemoryWorkerEnd]]:
+    """The same for several workers that also send to each other."""
+    inboxes: list[queue.SimpleQueue[ToWorker]] = [queue.SimpleQueue() for _ in range(num_workers)]
+    engines = [MemoryEngineEnd(inbox, check=check) for inbox in inboxes]
+    return [
+        (engine, MemoryWorkerEnd(inbox, engine, check=check, others=inboxes))
+        for engine, inbox in zip(engines, inboxes, strict=True)
+    ]

@@ -5,7 +5,7 @@ Values may hold tensors (see `ipc.tensors`), numbers, strings, None, and lists a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -17,7 +17,8 @@ from mstar.types import Path, SamplingParams
 class Open(Struct, tag=True, frozen=True, kw_only=True):
     """A request has been admitted; its walks follow.
 
-    `arrival` orders requests (oldest first); `params` is the task's params struct as built-in types.
+    `arrival` orders requests (oldest first); `params` is the task's params struct as built-in types; `route` has the
+    worker that serves it in each group, and is empty where there is only one.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Open(Struct, tag=True, frozen=True, kw_only=True):
     content_keys: dict[str, list[tuple[int, int, bytes]]]
     outputs: tuple[str, ...] = ()
     session: str | None = None
+    route: tuple[int, ...] = ()  # group -> the worker that serves it; (): all in one
 
 
 class Begin(Struct, tag=True, frozen=True, kw_only=True):
@@ -74,7 +76,134 @@ class Shutdown(Struct, tag=True, frozen=True, kw_only=True):
     """Stop the worker after the current step."""
 
 
-ToWorker = Open | Begin | StopAt | Abort | Close | DropSession | Shutdown
+# ---- worker -> worker: of one request, between the workers of its route ----------------------------------
+
+
+class Feed(Struct, tag=True, frozen=True, kw_only=True):
+    """What one lane tells another, elsewhere, that reads its stream.
+
+    `event`: "open" (a scope that feeds it has begun at `path`; `value` has what the reader sees of the walk's values),
+    "items" (`value`, (k, ...)), "close" (the stream at `path` has ended), "item" (an Each item of the feeding walk has
+    ended), "over" (the walk can open no more scopes). `groups` are the Eaches around it, outermost first: (where its
+    lane lives, number of the Each there, its items, which of them).
+    """
+
+    request_id: str
+    stream: str
+    event: Literal["open", "items", "close", "item", "over"]
+    path: Path = ()
+    groups: tuple[tuple[int, int, int, int], ...] = ()
+    value: Any = None
+
+
+class Call(Struct, tag=True, frozen=True, kw_only=True):
+    """Run a method here for a walk that lives elsewhere: op `at` of the walk's program, before anything is fused.
+
+    `number` tells the caller's calls apart; (`lane`, `path`, `ordinal`) is the scope; `chunks` has stream chunks by
+    port: (items, num_new, first, final, start).
+    """
+
+    request_id: str
+    caller: int
+    number: int
+    walk: str
+    at: int
+    lane: str
+    path: Path
+    ordinal: int
+    iteration: int
+    inputs: dict[str, Any]
+    chunks: dict[str, tuple[Any, int, bool, bool, int]] = {}
+    content_key: bytes | None = None
+    awaits: bool = False  # its sequence is on its way
+
+
+class Returned(Struct, tag=True, frozen=True, kw_only=True):
+    """What a Call gave, by port; `rows` are the ports whose value is one row of a batch."""
+
+    request_id: str
+    number: int
+    values: dict[str, Any]
+    rows: tuple[str, ...]
+    counts: dict[str, int]
+    stop_reason: str | None = None
+    is_cached: bool = False
+
+
+class ScopeStep(Struct, tag=True, frozen=True, kw_only=True):
+    """What a walk elsewhere does to a scope that has something here.
+
+    `step`: "fork" (label `source` into `new`, cut to `at`), "alias", "drop" (label `new` of every module, or of
+    `module`), "free" (the scope has ended).
+    """
+
+    request_id: str
+    step: Literal["fork", "alias", "drop", "free"]
+    lane: str
+    path: Path
+    ordinal: int
+    new: str = ""
+    source: str = ""
+    source_path: Path | None = None  # None: the scope itself
+    source_ordinal: int = 0
+    module: str | None = None
+    at: Any = None
+
+
+class SendPages(Struct, tag=True, frozen=True, kw_only=True):
+    """Give worker `to` a copy of a sequence that is here; its next call there waits for it."""
+
+    request_id: str
+    to: int
+    lane: str
+    path: Path
+    ordinal: int
+    module: str
+    label: str
+
+
+class Offer(Struct, tag=True, frozen=True, kw_only=True):
+    """A sequence on its way: all but what is in its pages. The receiver says by Want which tokens it lacks."""
+
+    request_id: str
+    sender: int
+    lane: str
+    path: Path
+    ordinal: int
+    module: str
+    label: str
+    sequence: dict[str, Any]  # fields of `kv_pool.Sequence`
+
+
+class Want(Struct, tag=True, frozen=True, kw_only=True):
+    """Send the pages of what was offered, from token `start` on (the first of a page)."""
+
+    request_id: str
+    to: int
+    lane: str
+    path: Path
+    ordinal: int
+    module: str
+    label: str
+    start: int
+
+
+class Pages(Struct, tag=True, frozen=True, kw_only=True):
+    """Contents of a sequence's pages from token `start` on: (2, layers, pages, kv heads, page size, head dim)."""
+
+    request_id: str
+    lane: str
+    path: Path
+    ordinal: int
+    module: str
+    label: str
+    start: int
+    content: Any
+
+
+Between = Feed | Call | Returned | ScopeStep | SendPages | Offer | Want | Pages
+
+ToWorker = Open | Begin | StopAt | Abort | Close | DropSession | Shutdown | Between
 
 # ---- worker -> engine -----------------------------------------------------------------------------------
 
@@ -189,7 +318,8 @@ FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity |
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     """One of several workers, for an operator.
 
-    `state` is "loading", "ready", "restarting" or "dead"; `detail` says what it is at, or how its last process ended.
+    `state` is "loading", "ready", "restarting" or "dead"; `group` and `role` are its group's name and what it runs;
+    `detail` says what it is at, or how its last process ended.
     """
 
     worker: int
@@ -197,4 +327,6 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     pid: int | None
     running: int
     restarts: int
+    group: str
+    role: str
     detail: str | None = None

@@ -7,7 +7,7 @@ between. Pure data, imports no torch; the worker's `fused` runs units. All modul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,17 +27,20 @@ Steps = list[tuple[Run, int | None]]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Which methods have a `prepare` or a `finish` hook."""
+    """Which methods have a `prepare` or a `finish` hook, and which calls of a walk run in another worker."""
 
     prepare: frozenset[MethodKey] = frozenset()
     finish: frozenset[MethodKey] = frozenset()
+    is_away: Callable[[str, Run], bool] = lambda walk, op: False
 
     @classmethod
-    def of(cls, graph: Graph, nodes: Mapping[str, Any]) -> Hooks:
-        """Those of a graph's methods; `nodes`: module -> its class, or the object."""
-        keys = [(node.module, method.name) for node in graph.nodes for method in node.methods]
+    def of(
+        cls, graph: Graph, nodes: Mapping[str, Any], *, is_away: Callable[[str, Run], bool] = lambda walk, op: False
+    ) -> Hooks:
+        """Those of a graph's methods; `nodes`: module -> its class, or the object, of those that run here."""
+        keys = [(n.module, method.name) for n in graph.nodes if n.module in nodes for method in n.methods]
         found = [frozenset(k for k in keys if hasattr(nodes[k[0]], f"{hook}_{k[1]}")) for hook in ("prepare", "finish")]
-        return cls(*found)
+        return cls(found[0], found[1], is_away)
 
 
 @dataclass(slots=True)
@@ -157,6 +160,8 @@ class _Fuser:
             return self._unrolled(pc, op)
         if not isinstance(op, Run):
             return f"it holds {_WORDS.get(type(op), 'a branch' if isinstance(op, Join) else 'a Fork, Alias or Drop')}"
+        if self.hooks.is_away(self.program.walk, op):
+            return f"{op.target} runs in another worker"
         for port in (*op.method.inputs, *op.method.outputs):
             if port.layout != "rows":
                 return f"{op.target} has the port {port.name!r} of layout {port.layout}, not rows"

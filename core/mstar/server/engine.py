@@ -134,13 +134,13 @@ class Engine:
     def __init__(
         self, *, spec: ModelSpec, graph: Graph, make_processor: Callable[[SpecLimits], Processor],
         config: EngineConfig, end: EngineEnd, base: Path | None = None,
-        workers: Callable[[], list[messages.WorkerStatus]] = list,
+        workers: Callable[[], list[messages.WorkerStatus]] = list, num_replicas: int = 1,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.graph = graph
         self.model_names = served_names(config, spec)
         limits = Limits(
-            max_running=config.max_num_seqs * max(1, config.workers), max_queue=config.max_queue,
+            max_running=config.max_num_seqs * num_replicas, max_queue=config.max_queue,
             page_tokens=config.block_size, timeout_s=config.request_timeout_s, stall_timeout_s=config.stall_timeout_s,
         )  # fmt: skip
         sessions = SessionTable(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)

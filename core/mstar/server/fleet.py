@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Equal workers that serve one model side by side.
+    """Workers that serve one model together.
 
     Attributes:
         closed: set when the engine has no more use for them.
@@ -52,14 +52,13 @@ class Fleet:
         if not sent_to and isinstance(message, messages.Open):
             problem = "no worker is left that could take it; try again later"
             self._fail(message.request_id, problem, status=503, code="worker_lost")
-        for worker, part in sent_to:
-            try:
+        try:
+            for worker, part in sent_to:
                 self._ends[worker].send(part)
-            except TypeError as error:  # something of the model's that cannot cross
-                assert isinstance(part, messages.Open | messages.Begin), part
-                logger.error("request %s: %s", part.request_id, error)
-                self._ends[worker].send(messages.Abort(request_id=part.request_id))
-                self._fail(part.request_id, f"the model's inputs cannot be sent: {error}", status=500)
+        except TypeError as error:  # something of the model's that cannot cross
+            assert isinstance(message, messages.Open | messages.Begin), message
+            logger.error("request %s: %s", message.request_id, error)
+            self._fail(message.request_id, f"the model's inputs cannot be sent: {error}", status=500)
 
     async def receive(self) -> list[FromWorker]:
         """What the workers have said, waiting for the first message."""
@@ -80,10 +79,12 @@ class Fleet:
     def _put(self, told: list[FromWorker]) -> None:
         self._inbox += told
         self._arrived.set()
+        for worker, message in self.routing.take_sends():
+            self._ends[worker].send(message)
 
     def _fail(self, request_id: str, message: str, *, status: int, code: str | None = None) -> None:
-        failed = messages.Failed(request_id=request_id, message=message, status=status, code=code)
-        self._put(self.routing.from_worker(0, failed))
+        self.routing.abort(request_id)
+        self._put([messages.Failed(request_id=request_id, message=message, status=status, code=code)])
 
     async def _listen(self, worker: int, end: EngineEnd) -> None:
         try:

@@ -52,6 +52,8 @@ def _predict(cursor: Cursor, work: Work, step: Step, scheduler: Scheduler, *, in
     if found is None:
         return None
     op, iteration, absent = found
+    if not scheduler.runs_here(cursor, op):
+        return None
     modules = [(scheduler.modules[run.key[0]], run.method.name) for run in op.runs]
     if any(module.node.host_state is not None and method in module.prepare for module, method in modules):
         return None

@@ -152,7 +152,10 @@ class Compiler:
     def run(self, progress: Progress = lambda *_: None) -> Compilation:
         """Compile all methods of the graph that can be compiled, or load what was compiled before."""
         started, built_before, result = time.perf_counter(), self._store.counters.builds, Compilation()
-        pairs = [(self._modules[node.module], method) for node in self._modules.graph.nodes for method in node.methods]
+        graph = self._modules.graph
+        here = self._modules.places.methods(graph)
+        known = [(node.module, method) for node in graph.nodes for method in node.methods]
+        pairs = [(self._modules[module], method) for module, method in known if (module, method.name) in here]
         methods = {f"{module.name}.{method.name}": (module, method) for module, method in pairs}
         for index, (name, (module, method)) in enumerate(methods.items()):
             progress(name, index, len(methods))

@@ -264,7 +264,9 @@ class GraphRunner:
     @torch.inference_mode()
     def capture_all(self, programs: Mapping[str, Program]) -> None:
         """Capture what can be captured of the programs, the largest batches first."""
-        ops = {op.key: op for program in programs.values() for op in program.ops if isinstance(op, Run)}
+        runs = [(walk, op) for walk, program in programs.items() for op in program.ops if isinstance(op, Run)]
+        places = self._runner.modules.places
+        ops = {op.key: op for walk, op in runs if op.unit is not None or not places.is_away(walk, op)}
         for op in ops.values():
             if reason := self._reason(op):
                 self._leave(op, reason)

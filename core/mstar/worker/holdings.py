@@ -61,7 +61,8 @@ class Holdings:
         """A request has ended well: its session, if it has one, keeps its outermost scopes."""
         session = request.info.session
         if session is not None:
-            kept = request.kept_scopes | {name: x.scope for name, x in request.lanes.items() if x.scope is not None}
+            kept = request.kept_scopes | {x.lane: x for t in request.tenants.values() for x in t.scopes if x.path == ()}
+            kept |= {name: x.scope for name, x in request.lanes.items() if x.scope is not None}
             for scope in kept.values():
                 self.modules.free_rows(scope)  # its next request brings its own parameters and seed
                 scope.tenant.order = (float("inf"), -1)
@@ -90,11 +91,15 @@ class Holdings:
     def scope(self, lane: Lane, path: Path) -> Scope:
         """A new scope of a lane."""
         request = lane.request
-        tenant = request.tenant(path)
         ordinal = request.num_scopes.get((lane.name, path), 0)
         request.num_scopes[(lane.name, path)] = ordinal + 1
+        return self.guest_scope(request, lane.name, path, ordinal)
+
+    def guest_scope(self, request: RequestState, lane: str, path: Path, ordinal: int) -> Scope:
+        """A new scope of a lane that may live elsewhere; `ordinal` is what that has counted."""
+        tenant = request.tenant(path)
         key = draw_key(request.info.seed, path, draw_name("noise", ordinal))
-        scope = Scope(path, request, tenant, key, ordinal)
+        scope = Scope(lane, path, request, tenant, key, ordinal)
         tenant.scopes.append(scope)
         return scope
 

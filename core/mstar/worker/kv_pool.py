@@ -449,6 +449,21 @@ class KVPool:
         index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
         return self._storage.index_select(2, index).cpu()
 
+    def write_pages(self, sequence: Sequence, source: Sequence, *, start: int, content: Tensor) -> None:
+        """Make a sequence what `source`, a description, says: its first `start` tokens are here, the rest has room.
+
+        Args:
+            content: pages from token `start` on, as `read_pages` gave them.
+        """
+        pages = sequence.pages[start // self.page_size : self._num_pages(source.length)]
+        assert content.shape[2] == len(pages), (content.shape, len(pages))
+        self._fence()
+        index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
+        self._storage.index_copy_(2, index, content.to(self._storage.device))
+        sequence.length, sequence.position, sequence.ids = source.length, source.position, source.ids
+        sequence.spans, sequence.jumps = source.spans, source.jumps
+        self._cache_full_pages(sequence)
+
     def detach(self, sequence: Sequence, *, image: SwappedPages) -> None:
         """Give a sequence's pages back; `image` has their contents."""
         self._drop_pages(sequence, keep=0)

@@ -28,6 +28,7 @@ from mstar.plugin.program import compile_graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.types import SamplingParams
 from mstar.worker.kv_pool import KVPool, Sequence
+from mstar.worker.places import Places, Placing
 from mstar.worker.slots import SlotPool
 from mstar.worker.state import Scope, Tenant
 from mstar.worker.swap import SwapSpace
@@ -174,13 +175,23 @@ def draw_name(name: str, ordinal: int) -> str:
 
 
 class Modules:
-    """All modules of one worker, by name."""
+    """All modules of one worker, by name.
 
-    def __init__(self, spec: ModelSpec, graph: Graph, *, checkpoint: Checkpoint, config: EngineConfig) -> None:
+    Args:
+        placing: which groups run what; None: all is here.
+        worker, group: which worker this is, and of which group.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, graph: Graph, *, checkpoint: Checkpoint, config: EngineConfig,
+        placing: Placing | None = None, worker: int = 0, group: int = 0,
+    ) -> None:  # fmt: skip
         self.dtype = model_dtype(config, checkpoint)
         self.device = model_device(config)
         self.config = config
         self.graph = graph
+        self._programs = compile_graph(graph)
+        self.places = Places(placing, self._programs, worker=worker, group=group)
         nodes = self._load(spec, graph, checkpoint)
         self.max_model_len, pages = self._pages(nodes, self._model_len(spec, checkpoint))
         self.by_name = {name: self._module(name, node, pages.get(name, 0)) for name, node in nodes.items()}
@@ -202,11 +213,12 @@ class Modules:
             self.queue.wait()
 
     def compile(self, graph: Graph) -> dict[str, program.Program]:
-        """Walk name -> the program to run it by: loops fused, unless that is off."""
-        programs = compile_graph(graph)
+        """Walk -> the program to run it by: loops of methods that run here fused, unless that is off."""
+        programs = self._programs if graph is self.graph else compile_graph(graph)
         if self.config.enforce_eager:
             return programs
-        return fuse_all(programs, Hooks.of(graph, {name: module.node for name, module in self.by_name.items()}))[0]
+        nodes = {name: module.node for name, module in self.by_name.items()}
+        return fuse_all(programs, Hooks.of(graph, nodes, is_away=self.places.is_away))[0]
 
     # ---- loading ----------------------------------------------------------------------------------------
 
@@ -221,7 +233,8 @@ class Modules:
             linear.kernel(self.dtype), linear.product_kernel(self.dtype)
             native.available()
         nodes: dict[str, Node] = {}
-        for name in dict.fromkeys(node.module for node in graph.nodes):
+        here = self.places.modules(graph)
+        for name in dict.fromkeys(node.module for node in graph.nodes if node.module in here):
             node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
             node.load_weights(checkpoint, dtype=self.dtype, device=self.device)
             node.eval().requires_grad_(False)

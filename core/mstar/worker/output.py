@@ -11,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.ipc.messages import Emit, FromWorker
-from mstar.worker.state import Cursor, EachGroup, Groups, Lane, Row
+from mstar.ipc.messages import Between, Emit, FromWorker
+from mstar.worker.state import Cursor, EachGroup, GroupKeys, Groups, Lane, Row
 
 
 class Output:
-    """Collects `messages`; output of later items waits until the earlier ones have ended."""
+    """Collects `messages`; output of later items waits until the earlier ones have ended.
+
+    Attributes:
+        posts: (worker, message) for other workers, in order.
+    """
 
     def __init__(self) -> None:
         self.messages: list[FromWorker] = []
+        self.posts: list[tuple[int, Between]] = []
+
+    def post(self, worker: int, message: Between) -> None:
+        """Send a message to another worker."""
+        self.posts.append((worker, message))
 
     def emit(
         self, cursor: Cursor, name: str, *, value: Any = None, final: bool = False, reason: str | None = None
@@ -57,9 +66,13 @@ class Output:
         self.messages.append(message)
 
 
-def mirrored(lane: Lane, groups: Groups) -> Groups:
+def mirrored(lane: Lane, groups: GroupKeys) -> Groups:
     """A fed lane's own groups for those of the lane that feeds it."""
-    return tuple((lane.groups.setdefault(group, EachGroup(group.size)), index) for group, index in groups)
+    own = lane.groups
+    for worker, number, size, _ in groups:
+        if (worker, number) not in own:
+            own[(worker, number)] = EachGroup(size)
+    return tuple((own[(worker, number)], index) for worker, number, _, index in groups)
 
 
 def to_host(value: Any) -> Any:

@@ -11,25 +11,26 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mstar.errors import PluginError, RequestError
-from mstar.ipc.messages import Abort, Begin, Close, DropSession, Failed, Open, StopAt, WalkDone
+from mstar.ipc.messages import Abort, Begin, Between, Close, DropSession, Failed, Feed, Open, StopAt, WalkDone
 from mstar.plugin.graph import Graph
-from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split
 from mstar.plugin.spec import ModelSpec
 from mstar.types import Path
 from mstar.worker.ahead import adopts
+from mstar.worker.feeds import Feeds
 from mstar.worker.finish import described, explain
 from mstar.worker.holdings import Holdings
 from mstar.worker.loops import end_iteration, fork_length, leave_loop, mark_ends, short_turns, start_loop, turn
 from mstar.worker.modules import Modules
-from mstar.worker.output import Output, mirrored, to_device, to_host
+from mstar.worker.output import Output, to_device, to_host
+from mstar.worker.remote import ELSEWHERE, Remote
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Row, Work, add_counts, plain
-from mstar.worker.streams import StreamBuffer
+from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Work, add_counts, plain
 
 log = logging.getLogger("mstar.worker")
 
 MOST_OPS = 100_000  # between two methods; more is a loop that runs none
+MOST_ENDED = 4096
 
 
 class Router:
@@ -40,18 +41,22 @@ class Router:
         self.graph = graph
         self.modules = modules
         self.scheduler = scheduler
+        self.places = modules.places
         self.programs = modules.compile(graph)
         self.short_turns = {op for program in self.programs.values() for op in short_turns(program)}
         self.holdings = Holdings(spec, modules=modules, scheduler=scheduler)
         self.requests = self.holdings.requests
         self.output = Output()
+        self.feeds = Feeds(graph, self.programs, output=self.output, places=self.places, lanes=self)
+        self.remote = Remote(
+            self.places, holdings=self.holdings, scheduler=scheduler, output=self.output,
+            complete=self.complete, fail=self.fail,
+        )  # fmt: skip
+        self._early: dict[str, list[Between]] = {}  # request -> what others say of it before the engine has
+        self._ended: dict[str, None] = {}  # the last requests that have ended: what others still say of them is ignored
         scheduler.fail = self.fail
-        self._consumers = {stream: p for p in self.programs.values() for stream in p.receives}
-        self._items = self._stream_items(graph)
-
-    def _stream_items(self, graph: Graph) -> dict[str, Any]:
-        runs = (op for p in self.programs.values() for op in p.ops if isinstance(op, Run))
-        return {stream: run.method.output(port) for run in runs for port, stream in run.sends}
+        scheduler.admit = self.remote.moves.admit
+        scheduler.runs_here = self.remote.runs_here
 
     # ---- messages ---------------------------------------------------------------------------------------
 
@@ -63,18 +68,46 @@ class Router:
             except Exception as error:  # attributed to the request
                 log.exception("request %s cannot be opened", message.request_id)
                 self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
+            self._take_early(message.request_id)
         elif isinstance(message, DropSession):
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
-            return
+            if isinstance(message, Between) and message.request_id not in self._ended:
+                self._early.setdefault(message.request_id, []).append(message)
         elif isinstance(message, Begin):
             self._guard(request, self._begin, message)
+            self._take_early(message.request_id)
         elif isinstance(message, StopAt):
             self._guard(request, self._stop_at, message)
         elif isinstance(message, Abort):
-            self.holdings.remove(request)
+            self._remove(request)
         elif isinstance(message, Close):
+            self._remove(request, is_well=True)
+        elif isinstance(message, Feed):
+            if self.feeds.has_begun(request, message.stream):
+                self._guard(request, self.feeds.handle, message)
+            else:
+                self._early.setdefault(message.request_id, []).append(message)
+        else:
+            self._guard(request, self.remote.handle, message)
+
+    def _take_early(self, request_id: str) -> None:
+        for message in self._early.pop(request_id, ()):
+            self.handle(message)
+
+    def _remove(self, request: RequestState, *, is_well: bool = False) -> None:
+        """A request has ended here."""
+        name = request.info.request_id
+        self.remote.forget(request)
+        self._early.pop(name, None)
+        if not self.places.is_alone:
+            self._ended[name] = None
+            if len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+        if is_well:
             self.holdings.close(request)
+        else:
+            self.holdings.remove(request)
 
     def _guard(self, request: RequestState, act: Any, *args: Any) -> None:
         """Run host work of one request; what it raises fails that request alone."""
@@ -85,13 +118,11 @@ class Router:
             self.fail(request, explain(error, f"walk {walks}"))
 
     def _begin(self, request: RequestState, message: Begin) -> None:
-        lanes = [self._lane(request, name, walk) for name, walk in message.walks.items()]
-        env = {name: to_device(value, self.modules.device) for name, value in message.inputs.items()}
-        for lane in lanes:
-            for stream in lane.program.all_feeds:
-                consumer = self._consumer_lane(request, stream)
-                if consumer is not None:
-                    consumer.feeders += 1
+        request.walks |= message.walks
+        here = {n: walk for n, walk in message.walks.items() if self.places.home(request, walk) is None}
+        lanes = [self._lane(request, name, walk) for name, walk in here.items()]
+        env = {name: to_device(value, self.modules.device) for name, value in message.inputs.items()} if lanes else {}
+        self.feeds.begin(request, message.walks.values())
         for lane in lanes:
             if lane.is_fed and lane.feeders == 0:
                 streams = ", ".join(sorted(lane.program.receives))
@@ -101,7 +132,7 @@ class Router:
                 if name not in env:
                     raise RuntimeError(f"walk {lane.program.walk!r} needs the value {name!r}, which nothing gave")
             if not lane.is_fed:
-                self._start(lane, (), groups=(), env=env)
+                self.start(lane, (), groups=(), env=env)
 
     def _lane(self, request: RequestState, name: str, walk: str) -> Lane:
         program = self.programs[walk]
@@ -109,10 +140,6 @@ class Router:
         lane = Lane(request, name, program, scope, is_fed=bool(program.receives))
         request.lanes[name] = lane
         return lane
-
-    def _consumer_lane(self, request: RequestState, stream: str) -> Lane | None:
-        program = self._consumers[stream]
-        return next((x for x in request.lanes.values() if x.program is program and not x.is_over), None)
 
     def _stop_at(self, request: RequestState, message: StopAt) -> None:
         for lane in request.lanes.values():
@@ -132,7 +159,7 @@ class Router:
         """End one request with its own error."""
         if request.is_dead:
             return
-        self.holdings.remove(request)
+        self._remove(request)
         name, why = request.info.request_id, explain(error)
         if isinstance(why, RequestError):
             failed = Failed(request_id=name, message=why.message, status=why.status, param=why.param, code=why.code)
@@ -143,47 +170,15 @@ class Router:
 
     # ---- scopes and cursors -----------------------------------------------------------------------------
 
-    def _start(self, lane: Lane, path: Path, *, groups: Groups, env: dict[str, Any]) -> None:
+    def start(self, lane: Lane, path: Path, *, groups: Groups, env: dict[str, Any]) -> None:
         """Start a lane's outermost cursor at `path`."""
         scope = lane.scope if path == () and lane.scope is not None else self.holdings.scope(lane, path)
         if path == ():
             lane.scope = scope
         cursor = Cursor(lane, scope, groups, 0, dict(env))
         lane.live[path] = cursor
-        self._open_streams(cursor, lane.program.feeds)
+        self.feeds.open(cursor, lane.program.feeds)
         self.advance(cursor)
-
-    def _open_streams(self, cursor: Cursor, streams: Iterable[str]) -> None:
-        """A scope that feeds streams begins: its buffers, and the consumers' cursors at the same path."""
-        request, path = cursor.lane.request, cursor.scope.path
-        for name in streams:
-            consumer = self._consumer_lane(request, name)
-            if consumer is None:
-                continue
-            self._buffer(request, name, path)
-            if path not in consumer.live and path not in consumer.ended:
-                self._start(consumer, path, groups=mirrored(consumer, cursor.groups), env=cursor.env)
-
-    def _buffer(self, request: RequestState, name: str, path: Path) -> StreamBuffer:
-        key = (name, path)
-        if key not in request.buffers:
-            stream = self.graph.stream(name)
-            assert stream is not None
-            request.buffers[key] = StreamBuffer.open(stream, fields=request.info.fields, item=self._items[name])
-        return request.buffers[key]
-
-    def _close_streams(self, cursor: Cursor, streams: Iterable[str]) -> None:
-        request, path = cursor.lane.request, cursor.scope.path
-        for name in streams:
-            buffer = request.buffers.get((name, path))
-            if buffer is not None:
-                buffer.close()
-                self._wake(request, (name, path))
-
-    def _wake(self, request: RequestState, key: tuple[str, Path]) -> None:
-        cursor = request.waiters.pop(key, None)
-        if cursor is not None:
-            self.advance(cursor)
 
     # ---- advancing --------------------------------------------------------------------------------------
 
@@ -208,7 +203,7 @@ class Router:
             elif isinstance(op, KVStep | Spawn) and self._must_wait(cursor):
                 return
             elif isinstance(op, KVStep):
-                self.holdings.kv_step(cursor.scope, op.step, at=fork_length(cursor, op.step))
+                self._kv_step(cursor, op)
                 cursor.pc += 1
             elif isinstance(op, Join):
                 self._join(cursor)
@@ -216,6 +211,12 @@ class Router:
             elif self._fan_out(cursor, op):
                 return
         raise PluginError(f"walk {cursor.lane.program.walk!r} took {MOST_OPS} steps and ran no method: an empty loop?")
+
+    def _kv_step(self, cursor: Cursor, op: KVStep) -> None:
+        at = fork_length(cursor, op.step)
+        self.holdings.kv_step(cursor.scope, op.step, at=at)
+        if not self.places.is_alone:
+            self.remote.kv_step(cursor.scope, op.step, at=at)
 
     def _must_wait(self, cursor: Cursor) -> bool:
         """Sequences that are on the host cannot be forked: the cursor goes on when they are back."""
@@ -227,19 +228,19 @@ class Router:
     def resume(self) -> None:
         """Go on with cursors whose sequences have come back."""
         for cursor in self.scheduler.take_resumable():
-            self._guard(cursor.lane.request, lambda _, cursor=cursor: self.advance(cursor))
+            if cursor.lane.program is ELSEWHERE:
+                self._guard(cursor.lane.request, self.remote.resume)
+            else:
+                self._guard(cursor.lane.request, lambda _, cursor=cursor: self.advance(cursor))
 
     def awaits_engine(self) -> bool:
         """Whether some request has nothing to run here before the engine's next message: it may free memory then."""
         return any(all(lane.is_over for lane in request.lanes.values()) for request in self.requests.values())
 
     def _ready(self, cursor: Cursor, op: Run) -> None:
-        chunks: dict[str, StreamChunk] = {}
-        if op.receives:
-            taken = self._receive(cursor, op)
-            if taken is None:
-                return
-            chunks = taken
+        chunks = self.feeds.receive(cursor, op) if op.receives else {}
+        if chunks is None:
+            return
         if cursor.ahead is not None:
             if adopts(cursor.ahead, op, cursor):
                 cursor.work, cursor.ahead = cursor.ahead, None
@@ -249,8 +250,13 @@ class Router:
         inputs = {port: env.get(value) for port, value in op.inputs}
         for port, _ in op.receives:
             inputs[port] = chunks[port].items if port in chunks else None
-        cursor.work = self.scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
-        self.scheduler.add(cursor.work)
+        work = cursor.work = self.scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
+        if (worker := self.places.of(cursor.lane.request, op)) is not None:
+            self.remote.call(work, worker)
+            return
+        if self.places.split:
+            self.remote.moves.expect(work, awaits=self.remote.moves.before(work, self.places.worker))
+        self.scheduler.add(work)
 
     def retract(self, cursor: Cursor) -> None:
         """The work queued ahead is not what follows: take it back, even if it has been launched."""
@@ -259,22 +265,6 @@ class Router:
         self.scheduler.cancel(ahead)
         if ahead.undo is not None:
             ahead.undo()
-
-    def _receive(self, cursor: Cursor, op: Run) -> dict[str, StreamChunk] | None:
-        """One chunk of every stream the op reads, or None after registering to be woken."""
-        request, path = cursor.lane.request, cursor.scope.path
-        held = cursor.chunks
-        for port, stream in op.receives:
-            buffer = self._buffer(request, stream.name, path)
-            if port in held or buffer.ended:
-                continue
-            chunk = buffer.take()
-            if chunk is None:
-                request.waiters[(stream.name, path)] = cursor
-                return None
-            held[port] = chunk
-        cursor.chunks = {}
-        return held
 
     def _skip(self, cursor: Cursor, op: Skip) -> None:
         if op.predicate(cursor.lane.request.view, cursor.current_iteration):
@@ -328,7 +318,9 @@ class Router:
             assert child.parent is not None
             for label in op.forks:
                 self.holdings.fork(child.parent.scope, label, child.scope, label)
-            self._open_streams(child, op.feeds)
+                if not self.places.is_alone:
+                    self.remote.fork(child.parent.scope, label, child.scope)
+            self.feeds.open(child, op.feeds)
         self.advance(child)
 
     def _join(self, cursor: Cursor) -> None:
@@ -368,7 +360,7 @@ class Router:
     def _end_scope(self, cursor: Cursor, *, feeds: Iterable[str], emits: Iterable[str]) -> None:
         """An item, or a whole walk, has ended: its streams close, its output is final, what it held is free."""
         path = cursor.scope.path
-        self._close_streams(cursor, feeds)
+        self.feeds.close(cursor, feeds)
         if cursor.reason is not None:
             cursor.lane.reasons[".".join(map(str, path))] = cursor.reason
         for name in sorted(emits):
@@ -377,13 +369,9 @@ class Router:
             self.output.settle(cursor.lane, cursor.groups)
         else:
             self.output.item_ended(cursor.groups)
-        for stream in cursor.lane.program.all_feeds if cursor.groups else ():
-            consumer = self._consumer_lane(cursor.lane.request, stream)
-            if consumer is not None:
-                groups = mirrored(consumer, cursor.groups)
-                groups[-1][0].fed.add(groups[-1][1])
-                self.output.settle(consumer, groups)
+        self.feeds.item_ended(cursor)
         if path:
+            self.remote.free(cursor.scope)
             self.holdings.free(cursor.scope)
 
     def _walk_ended(self, cursor: Cursor) -> None:
@@ -394,14 +382,10 @@ class Router:
             request.buffers.pop((stream, path), None)
         self._end_scope(cursor, feeds=lane.program.feeds, emits=lane.program.emits)
         if not lane.is_fed:
-            for stream in lane.program.all_feeds:
-                consumer = self._consumer_lane(request, stream)
-                if consumer is not None:
-                    consumer.feeders -= 1
-                    self._maybe_over(consumer)
-        self._maybe_over(lane)
+            self.feeds.walk_over(lane)
+        self.maybe_over(lane)
 
-    def _maybe_over(self, lane: Lane) -> None:
+    def maybe_over(self, lane: Lane) -> None:
         """Tell the engine when a lane's walk has ended everywhere and nothing can start it again."""
         started_once = () in lane.ended
         if lane.is_over or lane.live or (lane.is_fed and lane.feeders and not started_once):
@@ -409,11 +393,7 @@ class Router:
         lane.is_over = True
         request = lane.request
         if lane.is_fed:
-            for stream in lane.program.all_feeds:
-                consumer = self._consumer_lane(request, stream)
-                if consumer is not None:
-                    consumer.feeders -= 1
-                    self._maybe_over(consumer)
+            self.feeds.walk_over(lane)
         self.output.messages.append(
             WalkDone(
                 request_id=request.info.request_id,
@@ -436,6 +416,9 @@ class Router:
     def complete(self, work: Work, values: Mapping[str, Any]) -> None:
         """A work has run: `values` has its output ports (None: nothing produced). Its cursor goes on."""
         request, cursor, op = work.request, work.cursor, work.op
+        if work.reply is not None:
+            self._guard(request, lambda _: self.remote.answer(work, values))
+            return
         try:
             if work.error is not None:
                 raise work.error
@@ -452,8 +435,10 @@ class Router:
                 mark_ends(cursor, op, work)
             for port, name in op.sends:
                 if (sent := values.get(port)) is not None:
-                    self._send(request, cursor, name, sent)
-            self._close_streams(cursor, op.closes)
+                    self.feeds.send(cursor, name, sent)
+            self.feeds.close(cursor, op.closes)
+            if self.places.split:
+                self.remote.moves.after(work)
             if op in self.short_turns and turn(cursor, work):
                 self.scheduler.add(work)
                 return
@@ -461,15 +446,3 @@ class Router:
             self.advance(cursor)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
             self.fail(request, explain(error, f"walk {cursor.lane.program.walk!r}, after {op.target}"))
-
-    def _send(self, request: RequestState, cursor: Cursor, name: str, value: Any) -> None:
-        """Put a port's items on a stream: one row is one item; finish's own tensors and tokens are (k, ...)."""
-        key = (name, cursor.scope.path)
-        buffer = request.buffers.get(key)
-        if buffer is None:
-            return
-        if type(value) is Row:
-            buffer.put(value.batch.tensor[value.at : value.at + 1])
-        else:
-            buffer.put(value)
-        self._wake(request, key)

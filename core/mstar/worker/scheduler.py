@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -46,6 +47,8 @@ class Scheduler:
         tenants: gives every tenant of the worker, idle sessions included.
         requests: the worker's requests.
         fail: ends a request that asks for what it cannot get, such as a sampler's row; its work is discarded.
+        admit: whether a work's sequence has come from another worker; given what makes room for it.
+        runs_here: whether a cursor's next call runs in this worker, and on what is here already.
     """
 
     def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
@@ -54,6 +57,8 @@ class Scheduler:
         self.tenants: Callable[[], Iterable[Tenant]] = tuple
         self.requests: Mapping[str, RequestState] = {}
         self.fail: Callable[[RequestState, Exception], None]
+        self.admit: Callable[[Work, Callable[[Sequence, int], bool]], bool]
+        self.runs_here: Callable[[Cursor, Run], bool]
         self.num_swaps = 0
         self.num_rebuilds = 0
         self.has_moved = False  # a tenant came back or was moved since the last call of next_batch
@@ -235,6 +240,8 @@ class Scheduler:
         if tenant.num_rebuilding and not work.is_rebuild:
             return False
         op, module, sequence = work.op, work.key[0], work.sequence
+        if work.arrival is not None and not self.admit(work, partial(self._reserve, work, picked=picked)):
+            return False
         if sequence is None and op.method.kv is not None:
             sequence = work.sequence = self.modules.sequence(scope, module, work.label)
             if op.has_tokens:
@@ -248,7 +255,8 @@ class Scheduler:
         if sequence is not None:
             work.length, work.position = sequence.length, sequence.position
             end = work.length + work.num_tokens
-            if pool is not None and end > sequence.writable and not self._reserve(work, sequence, pool, picked):
+            is_full = pool is not None and end > sequence.writable
+            if is_full and not self._reserve(work, sequence, work.num_tokens, picked=picked):
                 return False
         row = scope.rows.get(module)
         if row is None or work.is_rebuild:
@@ -302,14 +310,17 @@ class Scheduler:
 
     # ---- memory -----------------------------------------------------------------------------------------
 
-    def _reserve(self, work: Work, sequence: Sequence, pool: KVPool, picked: list[Work]) -> bool:
-        if not pool.reserve(sequence, work.num_tokens):
+    def _reserve(self, work: Work, sequence: Sequence, num_tokens: int, *, picked: list[Work]) -> bool:
+        module = self.modules[work.key[0]]
+        pool = module.pool
+        assert pool is not None
+        if not pool.reserve(sequence, num_tokens):
 
             def has_room(moved: list[Tenant]) -> bool:
-                without = self.modules.sequences(moved, work.key[0])
-                return pool.pages_needed(sequence, work.num_tokens, without=without) <= pool.num_free_without(without)
+                without = self.modules.sequences(moved, module.name)
+                return pool.pages_needed(sequence, num_tokens, without=without) <= pool.num_free_without(without)
 
-            return self._make_room(work.scope.tenant, picked, has_room) and pool.reserve(sequence, work.num_tokens)
+            return self._make_room(work.scope.tenant, picked, has_room) and pool.reserve(sequence, num_tokens)
         return True
 
     def _make_room(self, tenant: Tenant, picked: list[Work], has_room: Callable[[list[Tenant]], bool]) -> bool:

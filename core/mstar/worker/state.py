@@ -9,6 +9,7 @@ Data only; the router changes it, the scheduler and the runner read it. Owned by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mstar.ipc.messages import Emit, Open
+from mstar.ipc.messages import Emit, Offer, Open
 from mstar.plugin.nodes import StreamChunk, Task
 from mstar.plugin.program import LoopStart, MethodKey, Program, Run
 from mstar.plugin.states import RequestView
@@ -88,17 +89,36 @@ def settled(value: Any) -> Any:
 
 
 @dataclass(slots=True, eq=False)
+class Arrival:
+    """A sequence on its way here from another worker.
+
+    Args:
+        offer: what it is, once that is known.
+        is_asked: there is room for it, and its pages have been asked for.
+    """
+
+    offer: Offer | None = None
+    is_asked: bool = False
+    is_here: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Scope:
     """What one lane keeps on the device at one path.
 
     Args:
+        lane: its name.
         sequences: (module, label) -> sequence; an Alias is a second label of the same one.
         rows: module -> row in its slot pool.
         states: module -> the node's host state.
         ordinal: how many scopes the lane had at this path before: each draws its own numbers.
         draw_key: for noise, see `layers.sampling.draw_key`.
+        guests: other workers that have something of it.
+        holders: (module, label) -> the workers that have the sequence as it is now; labels of one sequence share it.
+        arrivals: (module, label) -> what is on its way here.
     """
 
+    lane: str
     path: Path
     request: RequestState
     tenant: Tenant
@@ -108,6 +128,9 @@ class Scope:
     rows: dict[str, int] = field(default_factory=dict)
     saved_rows: dict[str, SavedRow] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    guests: list[int] = field(default_factory=list)
+    holders: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    arrivals: dict[tuple[str, str], Arrival] = field(default_factory=dict)
 
     def distinct(self, module: str) -> list[Sequence]:
         """The module's sequences, aliases once."""
@@ -152,6 +175,7 @@ class EachGroup:
     Args:
         next: the item whose output goes out; that of later ones is held.
         fed: in a fed lane, the items whose feeding scope has ended.
+        number: tells it from all others of this worker.
     """
 
     size: int
@@ -159,10 +183,14 @@ class EachGroup:
     done: set[int] = field(default_factory=set)
     held: dict[int, list[Emit]] = field(default_factory=dict)
     fed: set[int] = field(default_factory=set)
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 Groups = tuple[tuple[EachGroup, int], ...]
 """The Eaches around a cursor, outermost first, with its item in each."""
+
+GroupKeys = tuple[tuple[int, int, int, int], ...]
+"""The same for another worker: (worker, number, size, item)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +251,7 @@ class Lane:
         scope: the outermost scope, which its walks share one after the other.
         live: cursors at its outermost level that have not ended.
         feeders: walks that can still start cursors of this lane.
-        groups: a feeding lane's EachGroup -> this lane's own.
+        groups: (worker, number) of a feeding lane's EachGroup -> this lane's own.
         ended: its ended outermost cursors, by path.
         reasons: path, as "0.2" -> why its last dynamic loop ended.
         stops: paths whose loops the client's side wants ended -> why.
@@ -236,7 +264,7 @@ class Lane:
     live: dict[Path, Cursor] = field(default_factory=dict)
     feeders: int = 0
     is_fed: bool = False
-    groups: dict[EachGroup, EachGroup] = field(default_factory=dict)
+    groups: dict[tuple[int, int], EachGroup] = field(default_factory=dict)
     ended: dict[Path, Cursor] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     stops: dict[Path, str] = field(default_factory=dict)
@@ -245,7 +273,11 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One admitted request."""
+    """One admitted request, or the part of it that is here.
+
+    Args:
+        walks: lane -> its walk, of lanes elsewhere too.
+    """
 
     info: Open
     view: RequestView
@@ -253,6 +285,7 @@ class RequestState:
     kept_scopes: dict[str, Scope] = field(default_factory=dict)  # lane -> what its session left
     tenants: dict[int, Tenant] = field(default_factory=dict)
     lanes: dict[str, Lane] = field(default_factory=dict)
+    walks: dict[str, str] = field(default_factory=dict)
     buffers: dict[tuple[str, Path], StreamBuffer] = field(default_factory=dict)
     waiters: dict[tuple[str, Path], Cursor] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -269,6 +302,12 @@ class RequestState:
             self.tenants[item] = Tenant(self, (self.arrival, item))
         return self.tenants[item]
 
+    def scope(self, lane: str, path: Path, ordinal: int) -> Scope | None:
+        """The scope that a lane, here or elsewhere, has here."""
+        tenant = self.tenants.get(path[0] if path else -1)
+        named = (scope for scope in tenant.scopes if scope.lane == lane) if tenant is not None else ()
+        return next((scope for scope in named if scope.path == path and scope.ordinal == ordinal), None)
+
 
 @dataclass(slots=True, eq=False)
 class Work(Task):
@@ -284,6 +323,9 @@ class Work(Task):
         undo: takes back what a launched step did for this work alone; set by the runner.
         is_rebuild: rewrites a preempted sequence from its ids; outputs and samples are dropped.
         content_key: of a call whose outputs are cached; `is_cached`: they were there, and it has not run.
+        reply: (worker, number) of the walk's call, where the walk lives elsewhere.
+        arrival: of the sequence it waits for.
+        ran_at: the worker that runs it, where its module's sequences move between workers.
     """
 
     request: RequestState = None  # type: ignore[assignment]
@@ -305,3 +347,6 @@ class Work(Task):
     is_cancelled: bool = False
     content_key: bytes | None = None
     is_cached: bool = False
+    reply: tuple[int, int] | None = None
+    arrival: Arrival | None = None
+    ran_at: int = -1

@@ -21,6 +21,7 @@ from mstar.worker.finish import Finished, Step, described, finish
 from mstar.worker.graphs import CudaGraphs, GraphRunner
 from mstar.worker.modules import Modules
 from mstar.worker.output_cache import OutputCache
+from mstar.worker.places import Placing
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
@@ -46,9 +47,11 @@ class Worker:
     """
 
     def __init__(
-        self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint, config: EngineConfig, end: WorkerEnd
-    ) -> None:
+        self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint, config: EngineConfig, end: WorkerEnd,
+        *, placing: Placing | None = None, worker: int = 0, group: int = 0,
+    ) -> None:  # fmt: skip
         self.end = end
+        self.placing, self.worker, self.group = placing, worker, group
         self.spec, self.graph, self.checkpoint, self.config = spec, graph, checkpoint, config
         self.is_stopped = False
         self.is_blocked = False  # work is ready, but all of it waits for memory
@@ -60,7 +63,10 @@ class Worker:
 
     def load(self, progress: Progress = lambda *_: None) -> None:
         """Load the model and build the worker's parts; `progress` is told of methods that are compiled."""
-        self.modules = Modules(self.spec, self.graph, checkpoint=self.checkpoint, config=self.config)
+        self.modules = Modules(
+            self.spec, self.graph, checkpoint=self.checkpoint, config=self.config,
+            placing=self.placing, worker=self.worker, group=self.group,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.modules, config=self.config)
         self.runner = Runner(self.modules, config=self.config)
         self.compilation = Compilation()
@@ -221,6 +227,7 @@ class Worker:
 
     def report(self) -> None:
         """Send the router's messages, and statistics now and then."""
+        self._post()
         messages = self.router.output.messages
         for message in messages:  # which grow where one cannot cross
             try:
@@ -235,6 +242,19 @@ class Worker:
             if stats != self._last_stats:
                 self._last_stats = stats
                 self.end.send(stats)
+
+    def _post(self) -> None:
+        """Send what other workers are told; what this one tells itself may lead to more."""
+        posts = self.router.output.posts
+        at = 0
+        while at < len(posts):
+            worker, message = posts[at]
+            if worker == self.worker:
+                self.router.handle(message)
+            else:
+                self.end.send_to(worker, message)
+            at += 1
+        posts.clear()
 
     def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
         assert isinstance(message, Emit | WalkDone), message

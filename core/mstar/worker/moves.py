@@ -1,0 +1,205 @@
+"""Sequences that move between workers: where the latest of each is, and how its pages get where its next call runs.
+
+A walk's worker knows who holds a sequence. A call elsewhere that uses it has a holder offer it there; the receiver says
+what its prefix cache lacks, makes room as for any call, and gets those pages. A call that writes leaves the only copy.
+Owned by the worker's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from torch import Tensor
+
+from mstar.ipc.messages import Between, Offer, Pages, ScopeStep, SendPages, Want
+from mstar.plugin.program import Run
+from mstar.worker.holdings import Holdings
+from mstar.worker.kv_pool import Jump, Sequence
+from mstar.worker.output import Output
+from mstar.worker.places import Places
+from mstar.worker.state import Arrival, Scope, Work
+
+Label = tuple[str, str]
+"""(module, label)."""
+
+_DESCRIBED = ("start", "position", "length", "ids", "spans", "jumps")
+
+
+class Moves:
+    """The moves of one worker's sequences, and its knowledge of where those of its walks are."""
+
+    def __init__(self, places: Places, *, holdings: Holdings, output: Output) -> None:
+        self._places = places
+        self._holdings = holdings
+        self._modules = holdings.modules
+        self._output = output
+
+    # ---- the walk's side ------------------------------------------------------------------------------------
+
+    def before(self, work: Work, worker: int) -> bool:
+        """A call is about to go to `worker`, or to queue here: whether its sequence has to come there first."""
+        if (key := self._label(work)) is None:
+            return False
+        scope, work.ran_at = work.scope, worker
+        holders = scope.holders.setdefault(key, set())
+        must_come = bool(holders) and worker not in holders
+        if must_come:
+            holder = self._places.worker if self._places.worker in holders else min(holders)
+            order = SendPages(
+                request_id=work.request_id, to=worker, lane=scope.lane, path=scope.path, ordinal=scope.ordinal,
+                module=key[0], label=key[1],
+            )  # fmt: skip
+            self._output.post(holder, order)
+        holders.add(worker)
+        return must_come
+
+    def has(self, scope: Scope, op: Run) -> bool:
+        """Whether a call could run here at once, as far as its sequence goes."""
+        if op.method.kv is None or op.key[0] not in self._places.split:
+            return True
+        return self._places.worker in scope.holders.get((op.key[0], op.method.kv.label), ())
+
+    def after(self, work: Work) -> None:
+        """A call has run: if it wrote, what others hold is old."""
+        key = self._label(work)
+        if key is None or not work.op.method.kv.write:  # type: ignore[union-attr]
+            return
+        holders = work.scope.holders[key]
+        for worker in holders - {work.ran_at}:
+            for module, label in [k for k, own in work.scope.holders.items() if own is holders]:
+                if worker == self._places.worker:
+                    self.release(work.scope, module, label)
+                else:
+                    self._output.post(
+                        worker,
+                        ScopeStep(
+                            request_id=work.request_id, step="drop", lane=work.scope.lane, path=work.scope.path,
+                            ordinal=work.scope.ordinal, new=label, module=module,
+                        ),
+                    )  # fmt: skip
+        holders &= {work.ran_at}
+
+    def forked(self, source: Scope, label: str, target: Scope, new: str) -> None:
+        """A fork has been made wherever its source is."""
+        for module, own in list(source.holders):
+            if own == label:
+                target.holders[(module, new)] = set(source.holders[(module, own)])
+
+    def aliased(self, scope: Scope, source: str, new: str) -> None:
+        """A label has become another name of a sequence."""
+        for module, own in list(scope.holders):
+            if own == source:
+                scope.holders[(module, new)] = scope.holders[(module, own)]
+
+    def dropped(self, scope: Scope, label: str) -> None:
+        """A label has been dropped everywhere."""
+        for key in [key for key in scope.holders if key[1] == label]:
+            del scope.holders[key]
+
+    def _label(self, work: Work) -> Label | None:
+        """The sequence that a call uses, if it can be anywhere but where the call runs."""
+        key = (work.key[0], work.label)
+        return key if work.op.method.kv is not None and work.key[0] in self._places.split else None
+
+    # ---- the holder's and the receiver's side ---------------------------------------------------------------
+
+    def handle(self, scope: Scope, message: Between) -> bool:
+        """False, with nothing done, if it has to wait for what is on the host."""
+        if isinstance(message, SendPages | Want) and (scope.tenant.is_swapped or scope.tenant.num_rebuilding):
+            return False
+        if isinstance(message, SendPages):
+            self._offer(scope, message)
+        elif isinstance(message, Offer):
+            scope.arrivals.setdefault((message.module, message.label), Arrival()).offer = message
+        elif isinstance(message, Want):
+            self._send(scope, message)
+        elif isinstance(message, Pages):
+            arrival = scope.arrivals[(message.module, message.label)]
+            assert arrival.offer is not None
+            self._finish(scope, arrival.offer, message.start, message.content)
+        return True
+
+    def expect(self, work: Work, *, awaits: bool) -> None:
+        """Let a call wait for its sequence if that is on its way."""
+        key = (work.key[0], work.label)
+        work.arrival = work.scope.arrivals.setdefault(key, Arrival()) if awaits else work.scope.arrivals.get(key)
+
+    def release(self, scope: Scope, module: str, label: str) -> None:
+        """Drop what has become old."""
+        if (module, label) in scope.sequences:
+            self._modules.drop(scope, (module, label))
+
+    def _offer(self, scope: Scope, order: SendPages) -> None:
+        sequence = scope.sequences[(order.module, order.label)]
+        known = {name: getattr(sequence, name) for name in _DESCRIBED}
+        self._output.post(
+            order.to,
+            Offer(
+                request_id=order.request_id, sender=self._places.worker, lane=order.lane, path=order.path,
+                ordinal=order.ordinal, module=order.module, label=order.label,
+                sequence=msgspec.to_builtins(known, builtin_types=(bytes,)),
+            ),
+        )  # fmt: skip
+
+    def _send(self, scope: Scope, message: Want) -> None:
+        pool, sequence = self._modules[message.module].pool, scope.sequences[(message.module, message.label)]
+        assert pool is not None
+        pages = sequence.pages[message.start // pool.page_size : -(-sequence.length // pool.page_size)]
+        self._output.post(
+            message.to,
+            Pages(
+                request_id=message.request_id, lane=message.lane, path=message.path, ordinal=message.ordinal,
+                module=message.module, label=message.label, start=message.start, content=pool.read_pages(pages),
+            ),
+        )  # fmt: skip
+
+    def admit(self, work: Work, reserve: Callable[[Sequence, int], bool]) -> bool:
+        """Whether a call's sequence is here; if not, its pages are asked for once there is room for them.
+
+        Args:
+            reserve: makes room for so many tokens more.
+        """
+        arrival, scope = work.arrival, work.scope
+        if arrival is None or arrival.is_here:
+            work.arrival = None
+            return True
+        if (offer := arrival.offer) is None or arrival.is_asked:
+            return False
+        source = described(offer)
+        pool = self._modules[offer.module].pool
+        assert pool is not None
+        self.release(scope, offer.module, offer.label)
+        sequence = self._modules.sequence(scope, offer.module, offer.label)
+        sequence.start = sequence.position = source.start
+        start = 0
+        if self._holdings.scheduler.config.enable_prefix_caching and source.ids:
+            start = pool.match_prefix(sequence, source.ids[: source.length], source.spans)
+        if not reserve(sequence, source.length - start):
+            self.release(scope, offer.module, offer.label)
+            return False
+        arrival.is_asked = True
+        scope.tenant.in_flight += 1  # what has room, and no tokens yet, cannot be moved
+        self._output.post(
+            offer.sender,
+            Want(
+                request_id=offer.request_id, to=self._places.worker, lane=offer.lane, path=offer.path,
+                ordinal=offer.ordinal, module=offer.module, label=offer.label, start=start,
+            ),
+        )  # fmt: skip
+        return False
+
+    def _finish(self, scope: Scope, offer: Offer, start: int, content: Tensor) -> None:
+        pool = self._modules[offer.module].pool
+        assert pool is not None
+        pool.write_pages(scope.sequences[(offer.module, offer.label)], described(offer), start=start, content=content)
+        scope.tenant.in_flight -= 1
+        scope.arrivals.pop((offer.module, offer.label)).is_here = True
+
+
+def described(offer: Offer) -> Sequence:
+    """The sequence that an offer speaks of; it is in no pool here."""
+    known = dict(offer.sequence)
+    spans = [(int(start), int(end), bytes(key)) for start, end, key in known.pop("spans")]
+    jumps = [Jump(*jump) for jump in known.pop("jumps")]
+    return Sequence(-1, spans=spans, jumps=jumps, **known)
