@@ -6,8 +6,6 @@ meant for the server's process group are left to the server.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -17,6 +15,7 @@ import torch
 
 from mstar import observe
 from mstar.errors import ConfigError
+from mstar.ipc.lifetime import die_with
 from mstar.ipc.messages import Dead
 from mstar.ipc.process_channel import ProcessWorkerEnd
 from mstar.model import find_model
@@ -24,13 +23,11 @@ from mstar.processes import Order
 from mstar.worker.finish import described
 from mstar.worker.worker import Worker
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Load, serve until told to stop, and exit; what ends it early has been reported to the engine."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    _die_with(order.parent)
+    die_with(order.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for file in order.road.files:
@@ -54,14 +51,6 @@ def _serve(order: Order, end: ProcessWorkerEnd) -> None:
     torch.set_num_threads(config.threads)
     model = find_model(config)
     Worker(model.plugin.spec, model.graph, model.checkpoint, config, end).run()
-
-
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends; exit if it has already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import multiprocessing
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import served
 import torch
 from torch import Tensor
 
+from mstar.config import EngineConfig
 from mstar.layers.attention import KVBatch, build_plan, choose_backend
 from mstar.layers.parallel import Ranks
 from mstar.plugin.nodes import Context, Node
 from mstar.worker.ranks import ProcessRanks, join_store, open_store
+from mstar.worker.team import Team
+from mstar.worker.worker import Worker
 
 TIMEOUT_S = 60
 
@@ -118,6 +124,31 @@ def _child(
     with torch.inference_mode():
         found = getattr(module, name)(_ranks(rank, size, join_store(port, size), invariant), *args)
     pipe.send_bytes(pickle.dumps(found))
+
+
+# ---- an engine ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def split_worker(*, size: int = 2, lost: list[str] | None = None, **settings: Any) -> Iterator[Team]:
+    """Within, the worker of an engine that `served` starts with these settings is so many processes.
+
+    Args:
+        lost: gets the reason if they cannot go on together, which is an error otherwise.
+    """
+    reasons: list[str] = []
+    config = EngineConfig(**settings)
+    on_lost = (reasons if lost is None else lost).append
+    with Team(size, config=config, device=torch.device("cpu"), on_lost=on_lost, timeout_s=TIMEOUT_S) as team:
+
+        class Split(Worker):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments, team=team)  # type: ignore[misc]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served, "Worker", Split)
+            yield team
+    assert not reasons
 
 
 # ---- a bare node ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ fails the others' next collective, at the latest after a timeout.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,10 @@ class ProcessRanks:
         device: of this rank's tensors.
         timeout_s: of a collective; RuntimeError then.
         invariant: add in the order of ranks, so that an element's bits do not depend on how many there are beside it.
+
+    Attributes:
+        num_collectives: begun so far.
+        is_broken: one has failed, and so will all others.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class ProcessRanks:
         invariant: bool = False,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
+        self.num_collectives, self.is_broken = 0, False
         self._invariant = invariant and size > 2  # two numbers have one sum
         timeout = timedelta(seconds=timeout_s)
         self._group: Any  # whose types torch does not give
@@ -68,7 +74,7 @@ class ProcessRanks:
                 first += other
             return first
         x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        self._do(self._group.allreduce, [x])
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -76,13 +82,21 @@ class ProcessRanks:
 
     def share(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._group.broadcast([x]).wait()
+        self._do(self._group.broadcast, [x])
         return x
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
+        self._do(self._group.allgather, [parts], [x.contiguous()])
         return parts
+
+    def _do(self, collective: Callable[..., Any], *operands: Any) -> None:
+        self.num_collectives += 1
+        try:
+            collective(*operands).wait()
+        except BaseException:
+            self.is_broken = True
+            raise
 
 
 def split_node(node: Node, ranks: Ranks, *, name: str) -> None:
