@@ -1,10 +1,15 @@
 """The language model split between two processes."""
 
+from __future__ import annotations
+
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import Bare, in_processes
+from asking import Asked, ask_for, image, text
+from ranks import Bare, in_processes, split_worker
 from torch import Tensor
 
 from mstar.layers.parallel import Ranks
@@ -53,3 +58,29 @@ def test_two_processes_write_and_draw_what_one_does(checkpoint: Checkpoint) -> N
     for own_ids, *found in in_processes(write_and_draw, checkpoint):
         assert torch.equal(own_ids, ids)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_served_model_of_two_processes_does_what_one_does(checkpoint: Checkpoint) -> None:
+    given: dict[str, Any] = {"plugin": "bagel", "model": str(checkpoint.folder), "threads": 1}
+    picture = image(torch.randint(256, (32, 48, 3), generator=torch.Generator().manual_seed(0)).byte().numpy())
+    asked = [
+        ask_for(
+            text("a red square"),
+            task="image",
+            outputs=["image"],
+            params={"num_timesteps": 4, "height": 32, "width": 32},
+        ),
+        ask_for(picture, text("make it blue"), task="image", outputs=["image"], params={"num_timesteps": 4}, seed=2),
+        ask_for(picture, text("what is this?"), params={"max_tokens": 16, "temperature": 0}),
+        ask_for(text("tell me more"), params={"max_tokens": 16, "n": 2}, seed=4),
+    ]
+    with contextlib.closing(Asked(**given)) as one:
+        whole = one.ask_all(*asked)
+    with split_worker(**given), contextlib.closing(Asked(**given)) as two:
+        found = two.ask_all(*asked)
+        two.ask_all(*asked, abort_after={0: 1, 3: 1})
+        two.assert_clean()
+    for answer, right in zip(found, whole, strict=True):
+        assert (answer.ids, answer.texts) == (right.ids, right.texts)
+        for own, other in zip(answer.images, right.images, strict=True):
+            assert abs(own.astype(int) - other.astype(int)).max() <= 1

@@ -1,10 +1,15 @@
 """Thinker and talker split between two processes."""
 
+from __future__ import annotations
+
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import Bare, in_processes
+from asking import Asked, ask_for, image, text
+from ranks import Bare, in_processes, split_worker
 from torch import Tensor
 
 from mstar.layers.parallel import Ranks
@@ -74,3 +79,27 @@ def test_two_processes_write_and_speak_what_one_does(checkpoint: Checkpoint) -> 
         for (own_ids, *found), (ids, *expected) in zip(rank, plain, strict=True):
             assert torch.equal(own_ids, ids)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_served_model_of_two_processes_speaks_what_one_does(checkpoint: Checkpoint) -> None:
+    given: dict[str, Any] = {"plugin": "qwen3_omni", "model": str(checkpoint.folder), "threads": 1}
+    picture = image(torch.randint(256, (56, 56, 3), generator=torch.Generator().manual_seed(0)).byte().numpy())
+    params = {"max_tokens": 12, "talker_max_tokens": 12}
+    messages = [{"role": "user", "content": [picture, text("What is this?")]}]
+    asked = [
+        ask_for(messages=messages, outputs=["text", "audio", "tensors"], params={**params, "temperature": 0}),
+        ask_for(messages=messages, outputs=["text", "audio", "tensors"], params=params, seed=2),
+        ask_for(text("Tell me more"), outputs=["text"], params={"max_tokens": 12, "n": 2}, seed=3),
+    ]
+    with contextlib.closing(Asked(**given)) as one:
+        whole = one.ask_all(*asked)
+    with split_worker(**given), contextlib.closing(Asked(**given)) as two:
+        assert [m.name for m in two.worker.modules.by_name.values() if m.is_split] == ["thinker", "talker"]
+        found = two.ask_all(*asked)
+        two.ask_all(*asked, abort_after={0: 2, 2: 1})
+        two.assert_clean()
+    for answer, right in zip(found, whole, strict=True):
+        assert (answer.ids, answer.texts) == (right.ids, right.texts)
+        if "codes" in right.tensors:
+            assert torch.equal(answer.tensors["codes"], right.tensors["codes"])
+            torch.testing.assert_close(answer.tensors["audio"], right.tensors["audio"], atol=1e-3, rtol=0)
