@@ -27,7 +27,7 @@ RANKS = {
     "media": 1,
     "plugin": 2, "layers": 2, "ipc": 2, "client": 2,
     "placement": 3, "worker": 3, "server": 3, "bench": 3, "model": 3,
-    "launch": 4, "processes": 4, "worker_process": 4,
+    "launch": 4, "processes": 4, "worker_process": 4, "planning": 4,
     "cli": 5, "__main__": 6,
 }  # fmt: skip
 NEVER_EACH_OTHER = {("worker", "server"), ("server", "worker")}
@@ -39,7 +39,18 @@ MODEL_WORDS = (
 )  # fmt: skip
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|common|managers?|helpers?)$")
 PLUGIN_MAY_IMPORT = ("mstar.plugin", "mstar.layers", "mstar.types", "mstar.errors")
-PLUGIN_FILES = {"__init__", "plugin", "config", "graph", "processing", "nodes", "modeling", "weights", "tiny"}
+PLUGIN_FILES = {
+    "__init__",
+    "plugin",
+    "config",
+    "graph",
+    "processing",
+    "nodes",
+    "modeling",
+    "weights",
+    "tiny",
+    "placements",
+}
 NO_TORCH = ("graph", "states", "spec", "hooks", "loader", "validate", "program", "draw", "session", "checkpoint")
 
 FILE_LINES = 400

@@ -23,7 +23,7 @@ from mstar.config import EngineConfig, ServerConfig, read_environment
 from mstar.plugin import loader
 from mstar.plugin.loader import InstalledPlugin
 
-COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plugins", "run", "serve"]
+COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plan", "plugins", "run", "serve"]
 OWN_FLAGS = {
     "serve": {"--config"},
     "run": {
@@ -48,7 +48,8 @@ OWN_FLAGS = {
     "compile": {"--config", "--json", "--log-level"},
     "graph": {"--format", "--model", "--output", "--plans", "--plugin"},
     "plugins": {"--json"},
-    "doctor": {"--host", "--model", "--plugin", "--port", "--url"},
+    "plan": {"--devices", "--format", "--list", "--tensor-parallel-size"},
+    "doctor": {"--host", "--model", "--placement", "--plugin", "--port", "--url"},
 }
 SERVER_ONLY = {
     "--served-model-name", "--max-queue", "--session-ttl", "--max-sessions", "--stall-timeout",
@@ -58,7 +59,12 @@ MEDIA = {
     "--allowed-media-domains", "--max-media-bytes", "--media-memory-bytes", "--max-image-pixels", "--max-video-frames",
     "--max-audio-duration", "--max-video-duration", "--limit-mm-per-prompt", "--encoder-cache-bytes", "--media-timeout",
 }  # fmt: skip
+PLANNED = {
+    "--plugin", "--model", "--set", "--dtype", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens",
+    "--block-size", "--kv-cache-memory-bytes", "--placement",
+}  # fmt: skip
 NOT_COMPILED = MEDIA | {
+    "--placement",
     "--request-timeout",
     "--start-timeout",
     "--seed",
@@ -153,6 +159,7 @@ def test_the_lists_of_commands_and_their_flags_are_frozen() -> None:
         "compile": flags_of(EngineConfig) - SERVER_ONLY - NOT_COMPILED,
         "graph": set(),
         "plugins": set(),
+        "plan": PLANNED,
         "doctor": set(),
     }
     for name, command in cli.commands.items():
@@ -210,7 +217,10 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
         (["graph", "--plugin", "nosuch"], "no plugin 'nosuch' is installed"),
         (["graph", "--plugin", "echo", "-o", "g.xyz"], "nothing is drawn by suffix '.xyz'; use .svg, .mmd, .md, .txt"),
         (["serve", "tinny", "--plugin", "echo"], "neither a folder nor a hub id (OWNER/NAME); did you mean tiny?"),
-        (["serve", "--tensor-parallel-size", "2"], "no --tensor-parallel-size yet: it arrives with placement"),
+        (
+            ["serve", "--tensor-parallel-size", "2"],
+            "no --tensor-parallel-size: 'tensor_parallel' in a file for --placement",
+        ),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(run: Run, arguments: list[str], words: str) -> None:
@@ -299,6 +309,20 @@ def test_the_command_line_wins_over_the_file(run: Run, launched: list[tuple[Any,
     assert (engine.plugin, engine.model, engine.max_num_seqs, engine.batch_invariant) == ("echo", "from/flag", 5, False)
     assert engine.parts == {"codec": Path("/x")}
     assert server.port == 9000
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (["--placement", "nothing"], "--placement nothing is neither a file nor a placement of 'echo'"),
+        (["--placement", "pd", "--workers", "2"], "--placement and --workers exclude each other"),
+    ],
+)
+def test_a_wrong_placement_is_said_before_anything_is_loaded(
+    run: Run, launched: list[tuple[Any, ...]], placement: list[str], words: str
+) -> None:
+    code, _, err = run("serve", "--plugin", "echo", *placement)
+    assert code == 2 and words in err and not launched
 
 
 def test_without_plugin_the_only_one_installed_is_used_and_named(
@@ -510,9 +534,11 @@ class Health(BaseHTTPRequestHandler):
 
 def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
     workers = [
-        {"worker": 0, "state": "ready", "pid": 71, "running": 3, "restarts": 0, "detail": None},
-        {"worker": 1, "state": "restarting", "pid": None, "running": 0, "restarts": 2, "detail": "ended by SIGKILL"},
-    ]
+        {"worker": 0, "state": "ready", "pid": 71, "running": 3, "restarts": 0, "detail": None,
+         "group": "lm", "role": "lm.decode"},
+        {"worker": 1, "state": "restarting", "pid": None, "running": 0, "restarts": 2,
+         "detail": "ended by SIGKILL", "group": "codec", "role": "everything else"},
+    ]  # fmt: skip
     with HTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -524,7 +550,7 @@ def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
 
         code, found = lines(200, {"status": "degraded", "workers": workers})
         assert code == 1 and found[0].split() == ["ok", "server", "degraded"]
-        assert found[1].startswith("ok") and "ready, process 71, 3 running, 0 restarts" in found[1]
+        assert found[1].startswith("ok") and "ready, lm (lm.decode), process 71, 3 running, 0 restarts" in found[1]
         assert found[2].startswith("problem") and "worker 1" in found[2] and "ended by SIGKILL" in found[2]
         assert lines(200, {"status": "ok"})[0] == 0
         code, found = lines(503, {"error": {"message": "worker 0 has ended"}})
@@ -533,6 +559,18 @@ def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
         server.shutdown()
     code, out, _ = run("doctor", "--url", url)
     assert code == 1 and "no server of mstar answers" in out
+
+
+def test_doctor_says_which_workers_a_placement_starts(run: Run, tmp_path: Path) -> None:
+    def line(placement: str) -> str:
+        _, out, _ = run("doctor", "--port", "0", "--plugin", "echo", "--placement", placement)
+        return next(line for line in out.splitlines() if "placement" in line)
+
+    assert line("pd").endswith("2 workers: prefill (lm.prefill, lm.read, lm.push), decode (everything else)")
+    path = tmp_path / "mine.yaml"
+    path.write_text("groups: [{nodes: ['*'], replicas: 2, devices: ['cuda:7']}]")
+    assert line(str(path)).startswith("problem") and "it names cuda:7, but torch sees" in line(str(path))
+    assert "neither a file nor a placement of 'echo'; those are: colocated, disaggregated" in line("nothing")
 
 
 def test_doctor_checks_a_checkpoint_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:

@@ -61,9 +61,14 @@ def test_workers_take_devices_in_turn_where_nothing_says_which(
 
 
 def test_a_place_says_which_device_and_how_many_threads() -> None:
-    place = WorkerPlace(index=1, group=0, name="lm", replica=1, devices=("cuda:3",), threads=1)
-    found = worker_config(EngineConfig(plugin="echo", device="cpu"), place, threads=2, num_devices=4)
-    assert (found.device, found.threads) == ("cuda:3", 1)
+    place = WorkerPlace(index=1, process=2, group=0, name="lm", replica=1, devices=("cuda:3", "cuda:1"), threads=1)
+    config = EngineConfig(plugin="echo", device="cpu")
+    found = [worker_config(config, place, rank=rank, threads=2, num_devices=4) for rank in range(2)]
+    assert [(one.device, one.threads) for one in found] == [("cuda:3", 1), ("cuda:1", 1)]
+    places = Placement(groups=(Group(nodes=("lm",), tensor_parallel=2), Group(nodes=("*",)))).workers
+    config = EngineConfig(plugin="echo")
+    assert worker_config(config, places[0], rank=1, threads=2, num_devices=3).device == "cuda:1"
+    assert worker_config(config, places[1], threads=2, num_devices=3).device == "cuda:2"
 
 
 def test_what_cannot_be_started_yet_is_told() -> None:

@@ -32,6 +32,7 @@ import yaml
 from starlette.applications import Starlette
 
 import mstar
+from mstar import planning
 from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, choose_threads, environment, flags, num_cores
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
@@ -126,6 +127,7 @@ async def started_engine(
     """
     model = model or find_model(config)
     placement = Placement.wanted(config, model.plugin.spec, model.graph)
+    planning.check(model, placement, source=f"--placement {config.placement}")
     threads = _set_threads(config, num_workers=len(placement.workers))
     is_alone = not config.workers and config.placement is None
     workers = _Thread(model, config) if is_alone else Processes(config, placement, threads=threads)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mstar.config import EngineConfig
 from mstar.plugin import checkpoint, loader
@@ -41,8 +43,8 @@ class Model:
         return made
 
 
-def find_model(config: EngineConfig) -> Model:
+def find_model(config: EngineConfig, *, download: Callable[[str], Path] = checkpoint.download_snapshot) -> Model:
     """Import the plugin and find the checkpoint's files. Raises ConfigError or PluginError."""
     plugin = loader.load(config.plugin)
-    found = checkpoint.resolve(plugin.spec, config.model, parts=config.parts)
+    found = checkpoint.resolve(plugin.spec, config.model, parts=config.parts, download=download)
     return Model(replace(plugin, spec=narrowed(plugin.spec, found.config)), found)

@@ -51,12 +51,6 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel: Count = 1
     threads: Annotated[int, Meta(ge=1)] | None = None
 
-    @property
-    def role(self) -> str:
-        """What it runs, for people."""
-        rest = "everything" if self.nodes == (EVERYTHING,) else "everything else"
-        return ", ".join(rest if entry == EVERYTHING else entry for entry in self.nodes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
@@ -64,11 +58,13 @@ class WorkerPlace:
 
     Args:
         index: among all workers.
+        process: of its first process, among all processes.
         group, name: its group.
         devices: one per process; empty: as where no placement is given.
     """
 
     index: int
+    process: int
     group: int
     name: str
     replica: int
@@ -128,19 +124,27 @@ class Placement:
     def workers(self) -> list[WorkerPlace]:
         """All workers, group by group."""
         found: list[WorkerPlace] = []
+        process = 0
         for index, group in enumerate(self.groups):
             ranks = group.tensor_parallel
             devices = group.devices * (group.replicas * ranks) if len(group.devices) == 1 else group.devices
             for replica in range(group.replicas):
-                own = devices[replica * ranks : (replica + 1) * ranks]
-                place = WorkerPlace(
-                    index=len(found), group=index, name=group.name, replica=replica, devices=own, threads=group.threads
-                )
-                found.append(place)
+                found.append(
+                    WorkerPlace(
+                        index=len(found), process=process, group=index, name=group.name, replica=replica,
+                        devices=devices[replica * ranks : (replica + 1) * ranks], threads=group.threads,
+                    )
+                )  # fmt: skip
+                process += ranks
         return found
 
     def workers_of(self, group: int) -> list[WorkerPlace]:
         return [worker for worker in self.workers if worker.group == group]
+
+    def role_of(self, group: int) -> str:
+        """What a group runs, for people."""
+        rest = "everything" if len(self.groups) == 1 else "everything else"
+        return ", ".join(rest if entry == EVERYTHING else entry for entry in self.groups[group].nodes)
 
     def group_of(self, walk: str, node: str, method: str) -> int:
         """Which group runs a call."""

@@ -58,13 +58,15 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(self.config, EngineConfig, dec_hook=lambda kind, value: kind(value))
 
 
-def worker_config(config: EngineConfig, place: WorkerPlace, *, threads: int, num_devices: int) -> EngineConfig:
-    """What one worker gets: the device and threads of its place, or else so many threads and, where nothing says which,
-    a CUDA device in turn.
+def worker_config(
+    config: EngineConfig, place: WorkerPlace, *, rank: int = 0, threads: int, num_devices: int
+) -> EngineConfig:
+    """What a process of a worker gets: the device and threads of its place, or else so many threads and, where nothing
+    says which, a CUDA device in turn.
     """
-    device = place.devices[0] if place.devices else config.device
+    device = place.devices[rank] if place.devices else config.device
     if device in ("auto", "cuda") and num_devices > 1:
-        device = f"cuda:{place.index % num_devices}"
+        device = f"cuda:{(place.process + rank) % num_devices}"
     return replace(config, threads=place.threads or threads, device=device)
 
 

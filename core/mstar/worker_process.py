@@ -19,6 +19,7 @@ from mstar.ipc.lifetime import die_with
 from mstar.ipc.messages import Dead
 from mstar.ipc.process_channel import ProcessWorkerEnd
 from mstar.model import find_model
+from mstar.placement import Placement
 from mstar.processes import Order
 from mstar.worker.finish import described
 from mstar.worker.worker import Worker
@@ -50,7 +51,12 @@ def _serve(order: Order, end: ProcessWorkerEnd) -> None:
     assert config.threads is not None
     torch.set_num_threads(config.threads)
     model = find_model(config)
-    Worker(model.plugin.spec, model.graph, model.checkpoint, config, end).run()
+    placement = Placement.of(order.groups, model.graph)
+    place = placement.workers[order.worker]
+    Worker(
+        model.plugin.spec, model.graph, model.checkpoint, config, end,
+        placing=placement, worker=place.index, group=place.group,
+    ).run()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from mstar.cli.bench import bench
 from mstar.cli.cache import cache
 from mstar.cli.compile import compile_model
 from mstar.cli.doctor import doctor
+from mstar.cli.plan import plan
 from mstar.cli.run import run
 from mstar.cli.serve import serve
 from mstar.cli.show import graph, plugins
@@ -22,8 +23,8 @@ from mstar.config import suggest
 from mstar.errors import MstarError
 
 # Flags that other servers have, and what there is instead.
-_NOT_YET = {
-    "--tensor-parallel-size": "it arrives with placement on several processes; until then one process serves a model",
+_ELSEWHERE = {
+    "--tensor-parallel-size": "'tensor_parallel' in a file for --placement does it; 'mstar plan' writes one",
 }
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
@@ -44,7 +45,7 @@ def cli() -> None:
     """Serve composite multimodal models: encoders, language backbones, flow heads, codecs, world predictors."""
 
 
-for _command in (serve, run, bench, plugins, graph, compile_model, cache, doctor):
+for _command in (serve, run, bench, plugins, graph, plan, compile_model, cache, doctor):
     cli.add_command(_command)
 
 
@@ -53,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = cli.main(args=arguments, prog_name="mstar", standalone_mode=False)
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption) and error.option_name in _NOT_YET:
-            said = f"there is no {error.option_name} yet: {_NOT_YET[error.option_name]}"
+        if isinstance(error, click.NoSuchOption) and error.option_name in _ELSEWHERE:
+            said = f"there is no {error.option_name}: {_ELSEWHERE[error.option_name]}"
             error = click.UsageError(said, ctx=error.ctx)
         error.show()
         code = error.exit_code

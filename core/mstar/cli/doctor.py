@@ -61,11 +61,15 @@ class Check:
 @click.command(short_help="Say whether this machine can serve, and what to do if not.")
 @options.only(config.EngineConfig, "plugin")
 @click.option("--model", help="also check this checkpoint: a folder, a hub id or 'tiny'")
+@options.only(config.EngineConfig, "placement")
 @click.option("--host", default=config.default(config.ServerConfig, "host"), show_default=True, help="address to check")
 @click.option("--port", default=config.default(config.ServerConfig, "port"), show_default=True, help="port to check")
 @click.option("--url", metavar="URL", help="show the workers of the server that runs there, in place of the machine")
 @click.pass_context
-def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str, port: int, url: str | None) -> None:
+def doctor(
+    ctx: click.Context, plugin: str | None, model: str | None, placement: str | None, host: str, port: int,
+    url: str | None,
+) -> None:  # fmt: skip
     """Check this machine, and a model on it, or a server; exit with 1 if something keeps mstar from serving."""
     config.environment()  # its mistakes are of no one check
     asked = checks(host, port=port) if url is None else server_checks(url)
@@ -73,6 +77,9 @@ def doctor(ctx: click.Context, plugin: str | None, model: str | None, host: str,
         look = partial(_checkpoint, options.choose_plugin(plugin), model=model or "tiny")
         remedy = "pass --model FOLDER with all files of the checkpoint, or a hub id that is downloaded already"
         asked.append(Check("checkpoint", look, remedy))
+    if placement is not None:
+        look = partial(_placement, options.choose_plugin(plugin), model=model or "tiny", name=placement)
+        asked.append(Check("placement", look, "change the file; 'mstar plan' writes one for these devices"))
     problems = [check.run() for check in asked].count(False)
     click.echo(f"{problems} to solve before mstar can serve" if problems else "nothing keeps mstar from serving")
     ctx.exit(1 if problems else 0)
@@ -92,7 +99,8 @@ def server_checks(url: str) -> list[Check]:
         return [_stated("server", f"no server of mstar answers at {url}: {error or repr(error)}", is_ok=False)]
     for worker in rest:
         running, restarts = f"{worker['running']} running", f"{worker['restarts']} restarts"
-        parts = [worker["state"], f"process {worker['pid'] or 'none'}", running, restarts, worker["detail"]]
+        group = f"{worker['group']} ({worker['role']})"
+        parts = [worker["state"], group, f"process {worker['pid'] or 'none'}", running, restarts, worker["detail"]]
         is_ok = worker["state"] == "ready"
         found.append(_stated(f"worker {worker['worker']}", ", ".join(part for part in parts if part), is_ok=is_ok))
     return found
@@ -194,6 +202,28 @@ def _checkpoint(plugin: str, *, model: str) -> str:
         size = sum(weights.num_bytes for weights in opened) / config.GIB
         lines.append(f"{folder}: {sum(len(weights.names) for weights in opened)} tensors, {size:.2f} GiB")
     return "; ".join(lines)
+
+
+def _placement(plugin: str, *, model: str, name: str) -> str:
+    """Which processes a placement starts, where."""
+    import torch
+
+    from mstar.placement import Placement
+    from mstar.plugin import checkpoint, loader
+
+    spec = loader.load(plugin).spec
+    engine = config.EngineConfig(plugin=plugin, model=model, placement=name)
+    graph = spec.graph(checkpoint.resolve(spec, model, download=_downloaded).config)
+    placement = Placement.wanted(engine, spec, graph)
+    number = torch.cuda.device_count()
+    for device in (device for group in placement.groups for device in group.devices):
+        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= number:
+            raise ConfigError(f"it names {device}, but torch sees {number} CUDA devices")
+    groups = [
+        (f"{group.replicas} x " if group.replicas > 1 else "") + f"{group.name} ({placement.role_of(index)})"
+        for index, group in enumerate(placement.groups)
+    ]
+    return f"{len(placement.workers)} workers: {', '.join(groups)}"
 
 
 def _downloaded(repository: str) -> Path:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from mstar.plugin.loader import InstalledPlugin
 
 _LISTS = ("tasks", "modalities_in", "modalities_out", "endpoints")
-_COLUMNS = ("name", "version", "distribution", "tasks", "modalities_in", "modalities_out", "checkpoint", "error")
+_COLUMNS = (
+    "name", "version", "distribution", "tasks", "modalities_in", "modalities_out", "placements", "checkpoint", "error",
+)  # fmt: skip
 _SUFFIXES = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid", ".txt": "text"}
 
 
@@ -46,6 +48,7 @@ def plugins(as_json: bool) -> None:
 
 
 def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
+    from mstar.placement import examples
     from mstar.plugin import loader
 
     row: dict[str, Any] = {"name": plugin.name, "version": plugin.version, "distribution": plugin.distribution}
@@ -54,7 +57,7 @@ def _describe(plugin: InstalledPlugin) -> dict[str, Any]:
     except (ConfigError, PluginError) as error:
         return row | {"error": str(error)}
     texts = {name: getattr(spec, name) for name in ("description", "checkpoint")}
-    return row | texts | {name: list(getattr(spec, name)) for name in _LISTS}
+    return row | texts | {name: list(getattr(spec, name)) for name in _LISTS} | {"placements": list(examples(spec))}
 
 
 @click.command(short_help="Draw a model's nodes, walks and streams.")

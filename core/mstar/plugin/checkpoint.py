@@ -32,13 +32,18 @@ _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Arit
 _IGNORED = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.tflite", "*.ckpt", "*.distcp", "optimizer*")
 
 
-def download_snapshot(repository: str) -> Path:
-    """The folder of a hub repository, downloaded if need be. Honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE."""
+def download_snapshot(repository: str, *, only: Iterable[str] | None = None) -> Path:
+    """The folder of a hub repository, downloaded if need be. Honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+
+    Args:
+        only: patterns of the files that are needed; None: all.
+    """
     from huggingface_hub import errors, snapshot_download
 
     page = f"https://huggingface.co/{repository}"
     try:
-        return Path(snapshot_download(repository, ignore_patterns=list(_IGNORED)))
+        allowed = None if only is None else list(only)
+        return Path(snapshot_download(repository, allow_patterns=allowed, ignore_patterns=list(_IGNORED)))
     except errors.GatedRepoError as error:
         wrong = f"is gated: accept its terms at {page}, then run 'hf auth login' or set HF_TOKEN"
         raise ConfigError(f"{repository!r} {wrong}") from error

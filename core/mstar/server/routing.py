@@ -87,7 +87,7 @@ class Routing:
     def __init__(
         self, placement: Placement, *, max_running_each: int, stall_timeout_s: float, start_timeout_s: float
     ) -> None:
-        self._groups = placement.groups
+        self._placement, self._groups = placement, placement.groups
         is_one = len(self._groups) == 1
         self.replicas = [
             Replica(name=f"worker {place.index}" + ("" if is_one else f" ({place.name})"), group=place.group)
@@ -108,7 +108,7 @@ class Routing:
             WorkerStatus(
                 worker=index, state=replica.state, pid=replica.pid, running=len(replica.requests),
                 restarts=replica.num_restarts, group=self._groups[replica.group].name,
-                role=self._groups[replica.group].role, detail=_detail(replica),
+                role=self._placement.role_of(replica.group), detail=_detail(replica),
             )
             for index, replica in enumerate(self.replicas)
         ]  # fmt: skip
