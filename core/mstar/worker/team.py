@@ -269,7 +269,9 @@ class _SplitPages(PageStorage):
 def _device(rank: int, config: EngineConfig, first: torch.device, devices: Sequence[str]) -> str:
     if devices:
         return devices[rank]
-    return config.device if first.type == "cpu" else f"{first.type}:{(first.index or 0) + rank}"
+    if first.type == "cpu":
+        return config.device
+    return f"{first.type}:{((first.index or 0) + rank) % torch.cuda.device_count()}"
 
 
 def _call(

@@ -15,6 +15,7 @@ from torch import Tensor
 from mstar.layers.parallel import Ranks
 from mstar.plugin.spec import Checkpoint
 from mstar.worker.ranks import split_node
+from mstar.worker.team import Team
 from mstar_plugin_bagel import config, tiny
 from mstar_plugin_bagel.nodes import LanguageModel
 
@@ -60,7 +61,12 @@ def test_two_processes_write_and_draw_what_one_does(checkpoint: Checkpoint) -> N
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_served_model_of_two_processes_does_what_one_does(checkpoint: Checkpoint) -> None:
+def test_a_served_model_of_two_processes_does_what_one_does(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[int]()
+    copy_page = Team.copy_page
+    monkeypatch.setattr(Team, "copy_page", lambda *of: copied.append(of[-1]) or copy_page(*of))
     given: dict[str, Any] = {"plugin": "bagel", "model": str(checkpoint.folder), "threads": 1}
     picture = image(torch.randint(256, (32, 48, 3), generator=torch.Generator().manual_seed(0)).byte().numpy())
     asked = [
@@ -80,6 +86,7 @@ def test_a_served_model_of_two_processes_does_what_one_does(checkpoint: Checkpoi
         found = two.ask_all(*asked)
         two.ask_all(*asked, abort_after={0: 1, 3: 1})
         two.assert_clean()
+    assert copied, "the branches of guidance share pages until they write"
     for answer, right in zip(found, whole, strict=True):
         assert (answer.ids, answer.texts) == (right.ids, right.texts)
         for own, other in zip(answer.images, right.images, strict=True):

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from ranks import split_worker
+from serve_process import ServeProcess
 
 from mstar.errors import ConfigError
 from mstar.worker.team import Team
@@ -90,3 +92,58 @@ def test_a_killed_rank_is_told(serving: Any, tiny_folder: Path, speech: Callable
 def test_what_a_rank_cannot_load_for_is_told(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="rank 1: "), split(tiny_folder.parent, **SETTINGS):
         pass
+
+
+# ---- a server -------------------------------------------------------------------------------------------
+
+
+def child_pids(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_restarts_a_worker_one_of_whose_ranks_is_killed(tmp_path: Path, tiny_folder: Path) -> None:
+    placement = tmp_path / "two.yaml"
+    placement.write_text("groups:\n  - nodes: ['*']\n    tensor_parallel: 2\n    threads: 1\n")
+    body = {
+        "task": "speech", "inputs": [{"type": "text", "text": TEXTS[0]}], "seed": 1, "outputs": ["tensors"],
+        "params": {"max_tokens": 21},
+    }  # fmt: skip
+
+    def ask() -> Any:
+        return httpx.post(f"{server.url}/v1/generate", json=body, timeout=60)
+
+    def workers() -> list[dict[str, Any]]:
+        response = httpx.get(f"{server.url}/health", timeout=10)
+        return list(response.json()["workers"]) if response.status_code == 200 else []
+
+    flags = ("--plugin", "orpheus", "--model", str(tiny_folder), "--placement", str(placement), "--threads", "1")
+    shared = set(os.listdir("/dev/shm"))
+    with ServeProcess(*flags, start_s=110) as server:
+        right = ask().json()["outputs"]
+        (worker,) = workers()
+        first, (second,) = worker["pid"], child_pids(worker["pid"])
+        os.kill(second, signal.SIGKILL)
+        deadline = time.monotonic() + 90
+        while not any(w["state"] == "ready" and w["restarts"] == 1 for w in workers()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert any("rank 1 has ended: SIGKILL" in line for line in server.log)
+        assert ask().json()["outputs"] == right
+        (worker,) = workers()
+        processes = [first, second, worker["pid"], *child_pids(worker["pid"])]
+        assert len(set(processes)) == 4
+        server.process.kill()
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, processes)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

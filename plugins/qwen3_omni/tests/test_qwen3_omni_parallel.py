@@ -60,8 +60,8 @@ def speak(ranks: Ranks | None, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
     taps = torch.randn(2, checkpoint.config.thinker.decoder.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = {"rows": (torch.arange(total) - 4).clamp(-1, 1)}
     sum_ = node.prefill(bare.context(counts, plan=plan), ids, codes, codes.clamp(min=-1), places, [taps])["sum"]
-    for text in range(10):
-        made = node.step(bare.context([1, 1]), sum_, torch.full((2,), text))
+    for word in range(10):
+        made = node.step(bare.context([1, 1]), sum_, torch.full((2,), word))
         sum_ = made["first"]
         drawn.append(made["code"])
         hidden.append(made["hidden"])
