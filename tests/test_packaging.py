@@ -92,6 +92,7 @@ def test_installed_plugins_are_found_outside_the_checkout(site: Path) -> None:
     assert {path.name for path in (ROOT / "plugins").iterdir() if (path / "pyproject.toml").exists()} <= set(rows)
     assert not [row["error"] for row in rows.values() if "error" in row]
     assert rows["echo"]["distribution"] == "mstar-plugin-echo"
+    assert all("colocated" in row["placements"] for row in rows.values())
 
 
 def test_the_echo_plugin_answers_outside_the_checkout(site: Path, tmp_path: Path) -> None:

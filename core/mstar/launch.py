@@ -128,7 +128,7 @@ async def started_engine(
     model = model or find_model(config)
     placement = Placement.wanted(config, model.plugin.spec, model.graph)
     planning.check(model, placement, source=f"--placement {config.placement}")
-    threads = _set_threads(config, num_workers=len(placement.workers))
+    threads = _set_threads(config, num_processes=placement.num_processes)
     is_alone = not config.workers and config.placement is None
     workers = _Thread(model, config) if is_alone else Processes(config, placement, threads=threads)
     engine = Engine(
@@ -186,15 +186,15 @@ def _work(spec: ModelSpec, graph: Graph, found: Checkpoint, config: EngineConfig
     end.send(Dead(reason="the worker has ended"))  # heard only if nobody asked it to
 
 
-def _set_threads(config: EngineConfig, *, num_workers: int = 1) -> int:
+def _set_threads(config: EngineConfig, *, num_processes: int = 1) -> int:
     """Set how many threads compute, in this process and for OpenMP in this thread; new threads ask torch.
 
-    Returns their number for one worker: workers in processes share them, unless an operator has given a number.
+    Returns their number for one process of workers: these share them, unless an operator has given a number.
     """
     num_threads, reason = choose_threads(config.threads, usual=torch.get_num_threads())
     torch.set_num_threads(num_threads)
-    if num_workers > 1 and config.threads is None and environment().omp_num_threads is None:
-        num_threads, reason = max(1, num_threads // num_workers), f"{reason}, shared by {num_workers} workers"
+    if num_processes > 1 and config.threads is None and environment().omp_num_threads is None:
+        num_threads, reason = max(1, num_threads // num_processes), f"{reason}, shared by {num_processes} processes"
     logger.info("threads: %d of %d cores (%s)", num_threads, num_cores(), reason)
     return num_threads
 

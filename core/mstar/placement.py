@@ -121,6 +121,10 @@ class Placement:
         return min(group.replicas for group in self.groups)
 
     @property
+    def num_processes(self) -> int:
+        return sum(group.replicas * group.tensor_parallel for group in self.groups)
+
+    @property
     def workers(self) -> list[WorkerPlace]:
         """All workers, group by group."""
         found: list[WorkerPlace] = []
