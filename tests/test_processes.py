@@ -19,10 +19,9 @@ import pytest
 from serve_process import ServeProcess
 
 from mstar.config import EngineConfig
-from mstar.errors import ConfigError
 from mstar.ipc.process_channel import Road
 from mstar.placement import Group, Placement, WorkerPlace
-from mstar.processes import Order, check_groups, worker_config
+from mstar.processes import Order, worker_config
 
 ROAD = Road(number=2, address="ipc://@a", inbox=3, arena=4, lifeline=5, server_address="ipc://@b", server_arena=6)
 
@@ -69,11 +68,6 @@ def test_a_place_says_which_device_and_how_many_threads() -> None:
     config = EngineConfig(plugin="echo")
     assert worker_config(config, places[0], rank=1, threads=2, num_devices=3).device == "cuda:1"
     assert worker_config(config, places[1], threads=2, num_devices=3).device == "cuda:2"
-
-
-def test_what_cannot_be_started_yet_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"groups\[1\].tensor_parallel of the placement is 2: .* not there yet"):
-        check_groups([Group(nodes=("lm",)), Group(nodes=("*",), tensor_parallel=2)])
 
 
 # ---- a server --------------------------------------------------------------------------------------------------

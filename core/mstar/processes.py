@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ import msgspec
 import torch
 
 from mstar.config import EngineConfig
-from mstar.errors import ConfigError
 from mstar.ipc.messages import WorkerStatus
 from mstar.ipc.process_channel import Exchange, ProcessEngineEnd, Road
 from mstar.placement import Group, Placement, WorkerPlace
@@ -70,14 +68,6 @@ def worker_config(
     return replace(config, threads=place.threads or threads, device=device)
 
 
-def check_groups(groups: Sequence[Group]) -> None:
-    """Raise ConfigError for groups whose processes cannot be started."""
-    for index, group in enumerate(groups):
-        if group.tensor_parallel > 1:  # a worker whose further ranks nobody starts yet
-            wanted = "tensor parallelism is not there yet; leave it out, or set it to 1"
-            raise ConfigError(f"groups[{index}].tensor_parallel of the placement is {group.tensor_parallel}: {wanted}")
-
-
 class Processes:
     """The workers of one model.
 
@@ -89,7 +79,6 @@ class Processes:
     """
 
     def __init__(self, config: EngineConfig, placement: Placement, *, threads: int) -> None:
-        check_groups(placement.groups)
         self._config = config
         self._groups = placement.groups
         self._places = placement.workers

@@ -7,31 +7,38 @@ meant for the server's process group are left to the server.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import logging
 import os
 import signal
 import sys
+import time
 
 import msgspec
 import torch
 
 from mstar import observe
+from mstar.config import EngineConfig
 from mstar.errors import ConfigError
+from mstar.ipc.lifetime import die_with
 from mstar.ipc.messages import Dead
 from mstar.ipc.process_channel import ProcessWorkerEnd
 from mstar.model import find_model
-from mstar.placement import Placement
+from mstar.placement import Placement, WorkerPlace
 from mstar.processes import Order
 from mstar.worker.finish import described
+from mstar.worker.modules import model_device
+from mstar.worker.team import Team
 from mstar.worker.worker import Worker
 
-_PR_SET_PDEATHSIG = 1
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.1  # until what was sent has left
 
 
 def main() -> None:
     """Load, serve until told to stop, and exit; what ends it early has been reported to the engine."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    _die_with(order.parent)
+    die_with(order.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for file in order.road.files:
@@ -57,18 +64,27 @@ def _serve(order: Order, end: ProcessWorkerEnd) -> None:
     model = find_model(config)
     placement = Placement.of(order.groups, model.graph)
     place = placement.workers[order.worker]
-    Worker(
-        model.plugin.spec, model.graph, model.checkpoint, config, end,
-        placing=placement, worker=place.index, group=place.group,
-    ).run()  # fmt: skip
+    with _team(placement.groups[place.group].tensor_parallel, place, config, end) as team:
+        Worker(
+            model.plugin.spec, model.graph, model.checkpoint, config, end,
+            placing=placement, worker=place.index, group=place.group, team=team,
+        ).run()  # fmt: skip
 
 
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends; exit if it has already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+def _team(
+    size: int, place: WorkerPlace, config: EngineConfig, end: ProcessWorkerEnd
+) -> contextlib.AbstractContextManager[Team | None]:
+    """The further ranks of a worker that is several processes. What ends one of them ends all."""
+
+    def end_all(reason: str) -> None:
+        logger.error("worker %d: %s; its processes end", place.index, reason)
+        end.send(Dead(reason=reason))
+        time.sleep(_LAST_WORDS_S)
         os._exit(1)
+
+    if size == 1:
+        return contextlib.nullcontext()
+    return Team(size, config=config, device=model_device(config), devices=place.devices, on_lost=end_all)
 
 
 if __name__ == "__main__":

@@ -247,12 +247,12 @@ def test_padding_rows_touch_scratch_memory_alone(parts: Callable[..., Any]) -> N
         idle = torch.tensor([row for row in range(1, module.slots.rows) if row not in busy])
         sampler = module.slots.samplers["main"]
         sampler.step[idle] = 7
-        module.pool._storage[:, :, 1:] = 3.0
+        module.pool.storage.tensor[:, :, 1:] = 3.0
         route(worker, worker.runner.run(batch))
         assert (sampler.step[idle] == 7).all()
         assert sampler.step[busy].tolist() == [1] * 5
     assert captured.graphs.counts.replays == 2
-    kept = [worker.modules["lm"].pool._storage[:, :, 1:] for worker in (captured.worker, eager)]
+    kept = [worker.modules["lm"].pool.storage.tensor[:, :, 1:] for worker in (captured.worker, eager)]
     torch.testing.assert_close(*kept)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mstar.plugin.nodes import KVLayout
-from mstar.worker.kv_pool import KVPool, Sequence, page_bytes
+from mstar.worker.kv_pool import KVPool, Sequence
+from mstar.worker.pages import page_bytes
 from mstar.worker.prefix_cache import Span
 from mstar.worker.swap import SwapSpace
 

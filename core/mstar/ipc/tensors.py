@@ -111,3 +111,5 @@ def _decode_extension(code: int, data: memoryview) -> Tensor:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_value)
 _decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_extension)
+
+encode_value, decode_extension = _encode_value, _decode_extension  # for messages of other kinds

@@ -5,6 +5,7 @@ Plain modules over (T, H) tokens of any number of sequences: which tokens see wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,7 +78,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         size, dim = config.hidden_size, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, dim
+        self.head_dim = dim
         widths = (config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim)
         self.attention_norm = RMSNorm(size, eps=config.rms_norm_eps)
         self.qkv = MergedLinear(size, widths, bias=config.attention_bias)
@@ -94,14 +95,15 @@ class DecoderLayer(nn.Module):
         return x + self.down(functional.silu(gate) * up)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Attends, layer: int) -> Tensor:
+        num_heads, num_kv_heads, _ = self.qkv.heads(self.head_dim)
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2 Hkv, D)
         if self.q_norm is None or self.k_norm is None:
-            turned = rotate(heads[:, : -self.num_kv_heads], cos, sin)  # queries and keys in one go
-            q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
+            turned = rotate(heads[:, :-num_kv_heads], cos, sin)  # queries and keys in one go
+            q, k = turned[:, :num_heads], turned[:, num_heads:]
         else:
-            q, k, _ = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            q, k, _ = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return kv.attend(layer, q, k, heads[:, -self.num_kv_heads :]).flatten(1)
+        return kv.attend(layer, q, k, heads[:, -num_kv_heads:]).flatten(1)
 
 
 class Decoder(nn.Module):
@@ -133,6 +135,17 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, H) -> (B, vocab)."""
         return self.head(hidden)
+
+
+def decoder_parallel(*, to: str = "") -> dict[str, str]:
+    """How a `Decoder` is split among ranks, for `Node.tensor_parallel`; `to` as of `decoder_rename`."""
+    home = re.escape(to)
+    return {
+        home + r"(embedding|head)": "vocab",
+        home + r"layers\.\d+\.qkv": "heads",
+        home + r"layers\.\d+\.gate_up": "column",
+        home + r"layers\.\d+\.(output|down)": "row",
+    }
 
 
 def decoder_rename(*, prefix: str = "model.", head: str = "lm_head.", to: str = "") -> dict[str, str]:

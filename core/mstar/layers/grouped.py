@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mstar.layers.kernels import function
-from mstar.layers.linear import SOURCE, linear
+from mstar.layers.linear import SOURCE, MergedLinear, linear
 
 _FEW = 32  # rows of a group on average, up to which our kernel is the fastest
 _SERIAL = 1 << 18  # multiplications that are not worth waking a thread for
@@ -36,6 +36,36 @@ def grouped_linear(x: Tensor, weight: Tensor, group: Tensor, *, invariant: bool 
     return _on_cpu(x, weight, group) if invariant or len(x) <= _FEW * len(weight) else by_group(x, weight, group)
 
 
+def grouped_share(x: Tensor, weight: Tensor, group: Tensor, *, first: int, invariant: bool = False) -> Tensor:
+    """`grouped_linear` where weight holds groups first, first + 1, ... of more; rows of the others are zero."""
+    own, count = group - first, len(weight)
+    is_own = (own >= 0) & (own < count)
+    if x.device.type == "cpu":
+        rows = is_own.nonzero()[:, 0]
+        found = grouped_linear(x[rows], weight, own[rows], invariant=invariant)
+        return x.new_zeros(len(x), weight.shape[1]).index_copy(0, rows, found)
+    # Rows behind the last group are not computed, where several are computed in one call.
+    outside = count if _is_one_call(x, weight) and not invariant else 0
+    found = grouped_linear(x, weight, own.where(is_own, outside), invariant=invariant)
+    return found.where(is_own[:, None], 0.0)
+
+
+class Experts(MergedLinear):
+    """Projections of all experts, stacked: checkpoints load into its slices, expert by expert.
+
+    Args:
+        widths: of one expert's projections, in order.
+    """
+
+    def __init__(self, in_features: int, widths: Sequence[int], *, num_experts: int) -> None:
+        super().__init__(in_features, tuple(widths) * num_experts)
+        self.num_experts = num_experts
+
+    def product(self, x: Tensor, chosen: Tensor, *, invariant: bool) -> Tensor:
+        """x (P, K), each row by its expert, chosen (P,) int64 -> (P, sum of widths)."""
+        return grouped_linear(x, self.weight.unflatten(0, (self.num_experts, -1)), chosen, invariant=invariant)
+
+
 def by_group(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
     """`grouped_linear`, one product for each group that has rows."""
     order = group.argsort(stable=True)
@@ -50,8 +80,13 @@ def one_by_one(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
     return torch.bmm(weight[group], x[:, :, None])[:, :, 0]
 
 
+def _is_one_call(x: Tensor, weight: Tensor) -> bool:
+    is_aligned = not x.shape[1] % 8 and not weight.shape[1] % 8
+    return x.dtype == torch.bfloat16 and is_aligned and hasattr(functional, "grouped_mm")
+
+
 def _on_device(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
-    if x.dtype != torch.bfloat16 or x.shape[1] % 8 or weight.shape[1] % 8 or not hasattr(functional, "grouped_mm"):
+    if not _is_one_call(x, weight):
         return one_by_one(x, weight, group)
     order = group.argsort(stable=True)
     ends = torch.searchsorted(group[order], torch.arange(len(weight), device=x.device), right=True)

@@ -70,6 +70,10 @@ class MergedLinear(Linear):
         """Views of the projections in what `forward` returned."""
         return merged.split(self.widths, dim=-1)
 
+    def heads(self, head_dim: int) -> tuple[int, ...]:
+        """How many heads each projection has."""
+        return tuple([width // head_dim for width in self.widths])
+
 
 class Head(Linear):
     """Logits over a vocabulary, without bias; `tie` shares an embedding's weight."""

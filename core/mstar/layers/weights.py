@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -156,6 +156,49 @@ def _list(names: Sequence[str]) -> str:
 # ---- modules --------------------------------------------------------------------------------------------
 
 
+class Piece(NamedTuple):
+    """What of a checkpoint's tensor goes into a parameter, or into one projection of it.
+
+    A module's `pieces` say it by parameter name, where that is not all: one for each projection, or one for all. What
+    they do not fill is zero.
+
+    Args:
+        dim: along which it is cut.
+        whole: the tensor's size there.
+    """
+
+    dim: int
+    start: int
+    length: int
+    whole: int
+
+
+class _Home(NamedTuple):
+    """Where a tensor goes: first, the first name of the same memory; pieces, what of it, nothing if all."""
+
+    first: str
+    memory: Tensor
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the tensor."""
+        shape = list(self.memory.shape)
+        if self.pieces:
+            shape[self.pieces[0].dim] = sum(piece.whole for piece in self.pieces)
+        return shape
+
+    def copies(self, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the tensor, and the memory each fills."""
+        if not self.pieces:
+            yield source, self.memory
+        offset = at = 0
+        for dim, start, length, whole in self.pieces:
+            if length:
+                yield source.narrow(dim, offset + start, length), self.memory.narrow(dim, at, length)
+            offset, at = offset + whole, at + length
+
+
 def load_into(
     module: nn.Module,
     weights: Weights,
@@ -200,8 +243,11 @@ def _materialise(module: nn.Module, *, dtype: torch.dtype | None, device: torch.
         return made[id(old)]
 
     for child in module.modules():
+        pieces: Mapping[str, tuple[Piece, ...]] = getattr(child, "pieces", {})
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
             setattr(child, name, remade(parameter))
+            if name in pieces and sum(p.length for p in pieces[name]) < parameter.shape[pieces[name][0].dim]:
+                remade(parameter).detach().zero_()
         temporary = child._non_persistent_buffers_set
         resets = temporary and hasattr(child, "reset_buffers")
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
@@ -218,7 +264,7 @@ def _plan(
     module: nn.Module, weights: Weights, *, rename: Rename | None, ignore: Sequence[str]
 ) -> list[tuple[Tensor, Tensor]]:
     """Tensors of the checkpoint, and the memory each fills."""
-    homes, pieces = _homes(module)
+    homes, together = _homes(module)
     translate = _translator(rename)
     filled: dict[str, str] = {}  # the module's name -> the checkpoint's
     unexpected, misshapen = [], []
@@ -232,36 +278,39 @@ def _plan(
             unexpected.append(f"{name} (as {filled[target]})")
         else:
             filled[target] = name
-            shape, wanted = list(entry.tensor.shape), list(homes[target][1].shape)
+            shape, wanted = list(entry.tensor.shape), homes[target].shape
             if shape != wanted:
                 misshapen.append(f"{name}: {shape} in {entry.file.name}, the model has {wanted}")
-    plan: dict[str, tuple[Tensor, Tensor]] = {}  # by the first of the names that share memory
-    for target, (first, memory) in homes.items():
+    plan: dict[str, tuple[_Home, Tensor]] = {}  # by the first of the names that share memory
+    for target, home in homes.items():
         if target in filled:
-            plan.setdefault(first, (weights.entries[filled[target]].tensor, memory))
-    missing = [part for name, parts in pieces.items() if name not in plan for part in parts if part not in plan]
+            plan.setdefault(home.first, (home, weights.entries[filled[target]].tensor))
+    missing = [part for name, parts in together.items() if name not in plan for part in parts if part not in plan]
     problems = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
     if any(problems.values()):
         listed = "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items() if names)
         raise ConfigError(f"the weights in {weights.source} do not fit the model; {listed}")
-    return list(plan.values())
+    return [copy for home, source in plan.values() for copy in home.copies(source)]
 
 
-def _homes(module: nn.Module) -> tuple[dict[str, tuple[str, Tensor]], dict[str, list[str]]]:
-    """Where tensors may go: each name -> the first name of the same memory, and that memory; and the pieces of each
-    such parameter that together fill it."""
-    homes: dict[str, tuple[str, Tensor]] = {}
-    pieces: dict[str, list[str]] = {}
+def _homes(module: nn.Module) -> tuple[dict[str, _Home], dict[str, list[str]]]:
+    """Where tensors may go, by name; and the names, of parts or itself, that together fill each parameter."""
+    homes: dict[str, _Home] = {}
+    together: dict[str, list[str]] = {}
     first_names: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         first = first_names.setdefault(id(tensor), name)
-        homes[name] = (first, tensor.detach())
-        owner = module.get_submodule(name.rpartition(".")[0])
-        parts = tensor.detach().split(owner.widths) if isinstance(owner, MergedLinear) else ()
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        pieces: tuple[Piece, ...] = getattr(owner, "pieces", {}).get(own, ())
+        homes[name] = _Home(first, tensor.detach(), pieces)
+        is_split = isinstance(owner, MergedLinear) and len(pieces) > 1
+        widths = [piece.length for piece in pieces] if is_split else getattr(owner, "widths", ())
+        parts = tensor.detach().split(widths) if isinstance(owner, MergedLinear) else ()
         for index, part in enumerate(parts):
-            homes[f"{name}[{index}]"] = (f"{first}[{index}]", part)
-        pieces.setdefault(first, [f"{first}[{index}]" for index in range(len(parts))] or [first])
-    return homes, pieces
+            homes[f"{name}[{index}]"] = _Home(f"{first}[{index}]", part, pieces[index : index + 1] or pieces)
+        together.setdefault(first, [f"{first}[{index}]" for index in range(len(parts))] or [first])
+    return homes, together
 
 
 def _translator(rename: Rename | None) -> Callable[[str], str | None]:

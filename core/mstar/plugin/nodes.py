@@ -9,8 +9,9 @@ keeps nothing on the module, for compiled code would not, and gives a row what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -190,6 +191,9 @@ class Node(nn.Module):
     Attributes:
         kv_layout: set in `__init__` by nodes that use paged KV.
         slots, samplers: pools the engine keeps for this module.
+        tensor_parallel: patterns of submodules' whole names -> how each is split among the processes of a worker
+            (`layers.parallel.Kind`), for nodes that can be. Set in `__init__`; what is split is known from parameters'
+            shapes, so forwards take sizes from them. Such a node has no slots.
         host_state: makes the node's host-side state of one request and path; found in `task.state`.
     """
 
@@ -197,6 +201,7 @@ class Node(nn.Module):
     slots: Sequence[Slot] = ()
     samplers: Sequence[Sampler] = ()
     host_state: Callable[[], Any] | None = None
+    tensor_parallel: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: Any) -> None:
         super().__init__()

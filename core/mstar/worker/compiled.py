@@ -177,6 +177,8 @@ class Compiler:
 
     def _check(self, module: Module, method: Method) -> None:
         """Raise NotCompilable for what is known without tracing."""
+        if module.is_split:
+            raise NotCompilable("it is split among processes")
         if reason := varies(method, has_prepare=method.name in module.prepare):
             raise NotCompilable(reason)
         if method.kv is not None and self._attention != "cpu":

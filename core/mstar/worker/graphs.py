@@ -294,6 +294,8 @@ class GraphRunner:
 
     def _reason(self, op: Run) -> str | None:
         """Why an op cannot be captured."""
+        if any(self._modules[run.key[0]].is_split for run in op.runs):
+            return "it is split among processes"
         has_prepare = any(run.key[1] in self._modules[run.key[0]].prepare for run in op.runs)
         if reason := varies(op.method, has_prepare=has_prepare):
             return reason

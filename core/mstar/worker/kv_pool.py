@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mstar.plugin.nodes import KVLayout
 from mstar.worker.page_table import PageTable
+from mstar.worker.pages import PageStorage
 from mstar.worker.prefix_cache import PrefixCache, Span, page_hash, root_hash
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class KVPool:
     Args:
         num_pages: page 0, the scratch page of padding, included.
         prefix_cache: keep full pages with known contents findable after their last sequence has gone.
+        storage: of that many pages; made here by default.
 
     Attributes:
         keys, values: per layer (num_pages, num_kv_heads, page_size, head_dim).
@@ -148,16 +150,16 @@ class KVPool:
         device: torch.device | str,
         prefix_cache: bool = True,
         fence: Callable[[], None] = lambda: None,
+        storage: PageStorage | None = None,
     ) -> None:
         assert min(num_pages - 1, page_size) > 0, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.page_bytes = page_bytes(layout, page_size=page_size, dtype=dtype)
-        shape = (2, layout.num_layers, num_pages, layout.num_kv_heads, page_size, layout.head_dim)
-        # One tensor, so that copying a page is one operation; zeros, because no mask hides a NaN from p @ v.
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys: list[Tensor] = list(self._storage[0].unbind(0))
-        self.values: list[Tensor] = list(self._storage[1].unbind(0))
+        self.storage = storage or PageStorage(
+            layout, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device
+        )
+        self.page_bytes, self.host_page_bytes = self.storage.page_bytes, self.storage.host_page_bytes
+        self.keys, self.values = self.storage.keys, self.storage.values
         self.hit_tokens = self.queried_tokens = 0
         self._prefix_cache = prefix_cache
         self._fence = fence
@@ -446,8 +448,7 @@ class KVPool:
     def read_pages(self, pages: list[int]) -> Tensor:
         """A copy in host memory: (2, num_layers, n, num_kv_heads, page_size, head_dim), keys first."""
         self._fence()
-        index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
-        return self._storage.index_select(2, index).cpu()
+        return self.storage.read(pages)
 
     def write_pages(self, sequence: Sequence, source: Sequence, *, start: int, content: Tensor) -> None:
         """Make a sequence what `source`, a description, says: its first `start` tokens are here, the rest has room.
@@ -458,8 +459,7 @@ class KVPool:
         pages = sequence.pages[start // self.page_size : self._num_pages(source.length)]
         assert content.shape[2] == len(pages), (content.shape, len(pages))
         self._fence()
-        index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
-        self._storage.index_copy_(2, index, content.to(self._storage.device))
+        self.storage.write(pages, content)
         sequence.length, sequence.position, sequence.ids = source.length, source.position, source.ids
         sequence.spans, sequence.jumps = source.spans, source.jumps
         self._cache_full_pages(sequence)
@@ -481,8 +481,7 @@ class KVPool:
         pages = [self._take() for _ in range(num_pages)]
         if pages:
             self._fence()
-            index = torch.tensor(pages, dtype=torch.int64, device=self._storage.device)
-            self._storage.index_copy_(2, index, content.to(self._storage.device))
+            self.storage.write(pages, content)
         for page in pages:
             self._references[page] = 0  # counted again below, once per sequence
         for sequence, own in zip(sequences, indices, strict=True):
@@ -522,7 +521,7 @@ class KVPool:
             return
         copy = self._take()
         self._fence()
-        self._storage[:, :, copy].copy_(self._storage[:, :, page])
+        self.storage.copy(page, copy)
         self._references[page] -= 1
         sequence.pages[index] = copy
         self._table.write(sequence.row, index, [copy])
@@ -578,8 +577,3 @@ class KVPool:
                 again = page_hash(previous, ids=sequence.ids[start:end], start=start, spans=())
                 assert content == again, "a page hash does not fit its ids"
             previous = content
-
-
-def page_bytes(layout: KVLayout, *, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    return 2 * layout.num_layers * layout.num_kv_heads * page_size * layout.head_dim * dtype.itemsize

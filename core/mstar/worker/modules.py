@@ -29,10 +29,12 @@ from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.types import SamplingParams
 from mstar.worker.kv_pool import KVPool, Sequence
 from mstar.worker.places import Places, Placing
+from mstar.worker.ranks import split_node
 from mstar.worker.slots import SlotPool
 from mstar.worker.state import Scope, Tenant
 from mstar.worker.swap import SwapSpace
 from mstar.worker.tape import Queue
+from mstar.worker.team import Team
 from mstar_compile_cache import Program
 
 log = logging.getLogger("mstar.worker")
@@ -103,6 +105,7 @@ class Module:
         prepare, finish: its hooks, by method name.
         method_s: method -> [calls, rows, seconds in the method and its hooks].
         codes: those of its methods that are compiled.
+        is_split: among several processes.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Module:
     finish: Mapping[str, Callable[..., Any]]
     method_s: dict[str, list[float]] = field(default_factory=dict)
     codes: dict[str, MethodCode] = field(default_factory=dict)
+    is_split: bool = False
 
     def timed(self, method: str, *, calls: int = 0, rows: int = 0) -> _Timed:
         """Account the time of a block to a method."""
@@ -174,18 +178,32 @@ def draw_name(name: str, ordinal: int) -> str:
     return f"{name}#{ordinal}" if ordinal else name
 
 
+def load_node(
+    node: Node, checkpoint: Checkpoint, *, name: str, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fill a node's weights, and change it from outside as the settings say."""
+    node.load_weights(checkpoint, dtype=dtype, device=device)
+    node.eval().requires_grad_(False)
+    if config.batch_invariant:
+        set_batch_invariant(node)
+    if config.quantization != "none":
+        log.info("%s: %s", name, quantized.quantize_int4(node))
+
+
 class Modules:
     """All modules of one worker, by name.
 
     Args:
         placing: which groups run what; None: all is here.
         worker, group: which worker this is, and of which group.
+        team: further processes, among which modules are split that can be.
     """
 
     def __init__(
         self, spec: ModelSpec, graph: Graph, *, checkpoint: Checkpoint, config: EngineConfig,
-        placing: Placing | None = None, worker: int = 0, group: int = 0,
+        placing: Placing | None = None, worker: int = 0, group: int = 0, team: Team | None = None,
     ) -> None:  # fmt: skip
+        self.team = team
         self.dtype = model_dtype(config, checkpoint)
         self.device = model_device(config)
         self.config = config
@@ -194,6 +212,8 @@ class Modules:
         self.places = Places(placing, self._programs, worker=worker, group=group)
         nodes = self._load(spec, graph, checkpoint)
         self.max_model_len, pages = self._pages(nodes, self._model_len(spec, checkpoint))
+        if team is not None:
+            team.begin({name: count + 1 for name, count in pages.items() if nodes[name].tensor_parallel})
         self.by_name = {name: self._module(name, node, pages.get(name, 0)) for name, node in nodes.items()}
         self.queue: Queue | None = None  # where compiled code runs meanwhile
         self.swap_space = SwapSpace(config.swap_space_bytes)
@@ -232,18 +252,28 @@ class Modules:
         if self.device.type == "cpu":  # kernels are built now, rather than at the first request
             linear.kernel(self.dtype), linear.product_kernel(self.dtype)
             native.available()
-        nodes: dict[str, Node] = {}
         here = self.places.modules(graph)
-        for name in dict.fromkeys(node.module for node in graph.nodes if node.module in here):
-            node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
-            node.load_weights(checkpoint, dtype=self.dtype, device=self.device)
-            node.eval().requires_grad_(False)
-            if self.config.batch_invariant:
-                set_batch_invariant(node)
-            if self.config.quantization != "none":
-                log.info("%s: %s", name, quantized.quantize_int4(node))
-            nodes[name] = node
+        names = dict.fromkeys(node.module for node in graph.nodes if node.module in here)
+        nodes: dict[str, Node] = {
+            name: load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config) for name in names
+        }
+        self._heads = {name: node.kv_layout.num_kv_heads for name, node in nodes.items() if node.kv_layout is not None}
+        if self.team is not None:
+            self._split(nodes, self.team)
+        for name, node in nodes.items():
+            load_node(node, checkpoint, name=name, config=self.config, dtype=self.dtype, device=self.device)
         return nodes
+
+    def _split(self, nodes: Mapping[str, Node], team: Team) -> None:
+        """Keep this rank's share of what can be split, and have the others load theirs."""
+        names = [name for name, node in nodes.items() if node.tensor_parallel]
+        if not names:
+            raise ConfigError(
+                f"tensor_parallel is {team.ranks.size}, but of {', '.join(nodes)} none can be split; set it to 1"
+            )
+        for name in names:
+            split_node(nodes[name], team.ranks, name=name)
+        team.load(names)
 
     def _model_len(self, spec: ModelSpec, checkpoint: Checkpoint) -> int:
         own = load_object(spec.max_model_len, plugin=spec.name)(checkpoint.config) if spec.max_model_len else None
@@ -295,16 +325,14 @@ class Modules:
 
     def _module(self, name: str, node: Node, pages: int) -> Module:
         pool = None
+        team = self.team if node.tensor_parallel else None
         if node.kv_layout is not None:
-            pool = KVPool(
-                node.kv_layout,
-                num_pages=pages + 1,
-                page_size=self.config.block_size,
-                dtype=self.dtype,
-                device=self.device,
-                prefix_cache=self.config.enable_prefix_caching,
-                fence=self.fence,
-            )
+            sizes: dict[str, Any] = {
+                "num_pages": pages + 1, "page_size": self.config.block_size, "dtype": self.dtype, "device": self.device
+            }  # fmt: skip
+            storage = team.pages(name, node.kv_layout, total_heads=self._heads[name], **sizes) if team else None
+            cached = self.config.enable_prefix_caching
+            pool = KVPool(node.kv_layout, **sizes, prefix_cache=cached, fence=self.fence, storage=storage)
         rows = self.config.max_num_seqs + 1
         slots = SlotPool(node.slots, node.samplers, rows=rows, device=self.device, fence=self.fence)
         names = [m.name for n in self.graph.nodes if n.module == name for m in n.methods]
@@ -313,9 +341,10 @@ class Modules:
             node=node,
             pool=pool,
             slots=slots,
-            methods={m: getattr(node, m) for m in names},
+            methods={m: team.split(name, m, getattr(node, m)) if team else getattr(node, m) for m in names},
             prepare={m: getattr(node, f"prepare_{m}") for m in names if hasattr(node, f"prepare_{m}")},
             finish={m: getattr(node, f"finish_{m}") for m in names if hasattr(node, f"finish_{m}")},
+            is_split=team is not None,
         )
 
     # ---- scopes -----------------------------------------------------------------------------------------

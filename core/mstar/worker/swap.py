@@ -53,7 +53,7 @@ class SwapSpace:
 
     def bytes_needed(self, pool: KVPool, sequences: list[Sequence]) -> int:
         """What `swap_out` would take; sum it over a request's pools to know beforehand whether all of it fits."""
-        return pool.page_bytes * len(self._written_pages(pool, sequences))
+        return pool.host_page_bytes * len(self._written_pages(pool, sequences))
 
     def pages_needed(self, sequences: list[Sequence]) -> int:
         """Free pages that `swap_in` would take, all of one pool."""

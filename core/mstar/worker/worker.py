@@ -28,6 +28,7 @@ from mstar.worker.scheduler import Batch, Scheduler
 from mstar.worker.state import Work
 from mstar.worker.tape import Queue
 from mstar.worker.taped import Taper
+from mstar.worker.team import Team
 
 log = logging.getLogger("mstar.worker")
 
@@ -49,10 +50,10 @@ class Worker:
 
     def __init__(
         self, spec: ModelSpec, graph: Graph, checkpoint: Checkpoint, config: EngineConfig, end: WorkerEnd,
-        *, placing: Placing | None = None, worker: int = 0, group: int = 0,
+        *, placing: Placing | None = None, worker: int = 0, group: int = 0, team: Team | None = None,
     ) -> None:  # fmt: skip
         self.end = end
-        self.placing, self.worker, self.group = placing, worker, group
+        self.placing, self.worker, self.group, self.team = placing, worker, group, team
         self.spec, self.graph, self.checkpoint, self.config = spec, graph, checkpoint, config
         self.is_stopped = False
         self.is_blocked = False  # work is ready, but all of it waits for memory
@@ -67,7 +68,7 @@ class Worker:
         """Load the model and build the worker's parts; `progress` is told of methods that are compiled."""
         self.modules = Modules(
             self.spec, self.graph, checkpoint=self.checkpoint, config=self.config,
-            placing=self.placing, worker=self.worker, group=self.group,
+            placing=self.placing, worker=self.worker, group=self.group, team=self.team,
         )  # fmt: skip
         self.scheduler = Scheduler(self.modules, config=self.config)
         self.runner = Runner(self.modules, config=self.config)

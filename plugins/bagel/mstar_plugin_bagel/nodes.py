@@ -27,6 +27,14 @@ from mstar_plugin_bagel.modeling.vit import VisionEncoder
 Images = list[Tensor | None]
 
 
+TENSOR_PARALLEL = {
+    r"llm\.(embedding|head)": "vocab",
+    r"llm\.layers\.\d+\.(und|gen)\.qkv": "heads",
+    r"llm\.layers\.\d+\.(und|gen)\.gate_up": "column",
+    r"llm\.layers\.\d+\.(und|gen)\.(output|down)": "row",
+}
+
+
 class Vision(Node):
     """The vision encoder and its connector."""
 
@@ -80,6 +88,7 @@ class LanguageModel(Node):
         shape = config.language
         self.kv_layout = KVLayout(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
         self.samplers = (Sampler(name="main", vocab_size=shape.vocab_size),)
+        self.tensor_parallel = TENSOR_PARALLEL
 
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_llm(self.llm, checkpoint, dtype, device)

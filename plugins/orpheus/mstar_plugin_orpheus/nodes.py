@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.layers.decoder import Decoder
+from mstar.layers.decoder import Decoder, decoder_parallel
 from mstar.layers.sampling import normal
 from mstar.plugin.nodes import Context, KVLayout, Node, Plan, Sampler, Task
 from mstar.plugin.spec import Checkpoint
@@ -32,6 +32,7 @@ class LanguageModel(Node):
             self.decoder = Decoder(shape)
         self.kv_layout = KVLayout(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
         self.samplers = (Sampler(name="main", vocab_size=shape.vocab_size),)
+        self.tensor_parallel = decoder_parallel(to="decoder.")
         self.host_state = partial(FrameAssembler, config.tokens.audio_base, config.codec.codebook_size)
 
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:

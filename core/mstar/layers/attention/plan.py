@@ -133,10 +133,7 @@ def build_plan(
         for start, end in () if row_spans is None else row_spans.tolist():
             assert 0 <= start <= end <= query_lens[row], f"row {row} has no span [{start}, {end})"
             visible_end[starts[row] + start : starts[row] + end] = contexts[row] + end
-    slots = np.zeros(len(row_of), dtype=np.int64)
-    if write:
-        page, offset = np.divmod(positions, page_size)
-        slots += pages[row_of, page].astype(np.int64) * page_size + offset
+    slots = _slots(pages, row_of, positions, page_size=page_size, write=write)
     slot_mapping, query_starts, lens, table, seen = _to_device(
         [slots, starts, contexts, pages, visible_end], device=torch.device(device)
     )
@@ -170,14 +167,41 @@ def decode_plan(
     return AttentionPlan(*tensors, True, True, page_size, batch_invariant, host)
 
 
+def plan_from_host(
+    host: HostPlan, *, page_size: int, device: torch.device, write: bool, batch_invariant: bool
+) -> AttentionPlan:
+    """The plan whose host side this is; on the device it is made anew."""
+    slots = _slots(host.page_table, host.row_of, host.positions, page_size=page_size, write=write)
+    parts: list[NDArray[Any]] = [slots, host.query_starts, host.context_lens, host.page_table, host.visible_end]
+    slot_mapping, starts, contexts, pages, visible_end = _to_device(parts, device=device)
+    decode = len(host.row_of) == len(host.query_lens) and host.max_query_len == 1
+    rows = starts, contexts, pages, slot_mapping, visible_end
+    return AttentionPlan(*rows, write, decode, page_size, batch_invariant, host)
+
+
+def host_plan(starts: IntArray, contexts: IntArray, page_table: IntArray, visible_end: IntArray) -> HostPlan:
+    """A plan's host side, of those of its arrays that all follows from."""
+    return HostPlan(starts, contexts, page_table, visible_end, np.diff(starts), *_places(starts, contexts))
+
+
 def plan_from_tensors(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], **flags: Any) -> AttentionPlan:
     """The plan whose five tensors, in order, and flags these are.
 
     Waits for the device: only for an op called without its plan.
     """
     starts, contexts, pages, _, visible_end = (tensor.cpu().numpy() for tensor in rows)
-    host = HostPlan(starts, contexts, pages, visible_end, np.diff(starts), *_places(starts, contexts))
-    return AttentionPlan(*rows, **flags, host=host)
+    return AttentionPlan(*rows, **flags, host=host_plan(starts, contexts, pages, visible_end))
+
+
+def _slots(
+    pages: IntArray, row_of: NDArray[np.integer[Any]], positions: IntArray, *, page_size: int, write: bool
+) -> NDArray[np.int64]:
+    """Where each new token goes."""
+    slots = np.zeros(len(row_of), dtype=np.int64)
+    if write:
+        page, offset = np.divmod(positions, page_size)
+        slots += pages[row_of, page].astype(np.int64) * page_size + offset
+    return slots
 
 
 @cache

@@ -29,11 +29,11 @@ class Expert(nn.Module):
     def __init__(self, config: LanguageConfig, *, wide_heads: bool) -> None:
         super().__init__()
         size, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = dim
         self.wide_heads = wide_heads
         self.attention_norm = RMSNorm(size, eps=eps)
-        self.qkv = MergedLinear(size, [heads * dim for heads in self.heads], bias=True)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.qkv = MergedLinear(size, [count * dim for count in heads], bias=True)
         self.q_norm = RMSNorm(dim, eps=eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(dim, eps=eps) if config.qk_norm else nn.Identity()
         self.output = Linear(config.num_heads * dim, size, bias=False)
@@ -47,7 +47,8 @@ class Expert(nn.Module):
 
         With `wide_heads` queries and keys are normalised and turned in float32, as the model was trained.
         """
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split(self.qkv.heads(self.head_dim), dim=1)
         if self.wide_heads:
             q, k = apply_rotary(self.q_norm(q.float()), self.k_norm(k.float()), cos, sin)
             return q.to(x.dtype), k.to(x.dtype), v

@@ -5,6 +5,7 @@ Over (T, H) tokens of any number of sequences: which tokens see which is the bus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -62,10 +63,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         self.layer = layer
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = dim
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.attention_norm = RMSNorm(size, eps=eps)
-        self.qkv = MergedLinear(size, [heads * dim for heads in self.heads], bias=config.attention_bias)
+        self.qkv = MergedLinear(size, [count * dim for count in heads], bias=config.attention_bias)
         self.q_norm = RMSNorm(dim, eps=eps)
         self.k_norm = RMSNorm(dim, eps=eps)
         self.output = Linear(config.num_heads * dim, size, bias=config.attention_bias)
@@ -77,7 +78,8 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(size, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, *, invariant: bool) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split(self.qkv.heads(self.head_dim), dim=1)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         x = x + self.output(attend(self.layer, q, k, v).flatten(1))
         inner = self.mlp_norm(x)
@@ -124,3 +126,19 @@ class Decoder(nn.Module):
             if tap == number + 1:
                 tapped = x
         return self.norm(x), tapped
+
+
+def tensor_parallel(config: DecoderConfig, *, to: str) -> dict[str, str]:
+    """How a `Decoder` is split among ranks, for `Node.tensor_parallel`; `to`: where it sits, with a dot at the end.
+
+    Routed experts are shared out, the shared expert is cut; a sparse MLP adds up both at once.
+    """
+    layer = re.escape(to) + r"layers\.\d+\."
+    kinds = {layer + "qkv": "heads", layer + "output": "row"}
+    sparse = {"": "sum", ".gate_up": "experts", ".down": "experts"}
+    if config.moe is not None and config.moe.shared_size:
+        sparse |= {".shared.gate_up": "column", ".shared.down": "partial"}
+    for number in range(config.num_layers):
+        parts = sparse if config.is_sparse(number) else {".gate_up": "column", ".down": "row"}
+        kinds |= {re.escape(f"{to}layers.{number}.mlp{part}"): kind for part, kind in parts.items()}
+    return kinds

@@ -9,25 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mstar.layers.grouped import grouped_linear
+from mstar.layers.grouped import Experts
 from mstar.layers.linear import Linear, MergedLinear
 from mstar_plugin_qwen3_omni.config.decoder import MoEConfig
-
-
-class Experts(MergedLinear):
-    """Projections of all experts, stacked: checkpoints load into its slices, expert by expert.
-
-    Args:
-        widths: of one expert's projections, in order.
-    """
-
-    def __init__(self, in_features: int, widths: tuple[int, ...], *, num_experts: int) -> None:
-        super().__init__(in_features, widths * num_experts)
-        self.num_experts = num_experts
-
-    def product(self, x: Tensor, chosen: Tensor, *, invariant: bool) -> Tensor:
-        """x (P, K), each row by its expert, chosen (P,) int64 -> (P, sum of widths)."""
-        return grouped_linear(x, self.weight.unflatten(0, (self.num_experts, -1)), chosen, invariant=invariant)
 
 
 class GatedMLP(nn.Module):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mstar.layers.decoder import DecoderConfig, DecoderLayer
+from mstar.layers.grouped import Experts
 from mstar.layers.norm import RMSNorm
 from mstar.layers.rotary import RotaryEmbedding
 from mstar_plugin_qwen3_omni.config.speech import PredictorConfig
-from mstar_plugin_qwen3_omni.modeling.moe import Experts
 
 
 class FrameCache:

@@ -17,6 +17,7 @@ from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.speech import SpeechConfig
 from mstar_plugin_qwen3_omni.modeling.code2wav import Code2Wav
+from mstar_plugin_qwen3_omni.modeling.decoder import tensor_parallel
 from mstar_plugin_qwen3_omni.modeling.predictor import FrameCache, Predictor
 from mstar_plugin_qwen3_omni.modeling.talker import Talker
 from mstar_plugin_qwen3_omni.weights import speech as weights
@@ -44,6 +45,12 @@ class TalkerNode(SpeechNode):
         shape = self.speech.talker.decoder
         self.kv_layout = KVLayout(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
         self.samplers = (Sampler(name="talker", vocab_size=self.speech.talker.num_codes + 1),)
+        self.tensor_parallel = {
+            r"talker\.((text|codec)_embedding|codec_head)": "vocab",
+            r"talker\.(text|hidden)_projection\.fc1": "column",
+            r"talker\.(text|hidden)_projection\.fc2": "row",
+            **tensor_parallel(shape, to="talker.decoder."),
+        }
 
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_talker(self.talker, checkpoint, dtype, device)

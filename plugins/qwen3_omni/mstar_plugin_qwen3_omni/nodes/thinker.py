@@ -17,6 +17,7 @@ from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.graph import MOST_LOGPROBS
 from mstar_plugin_qwen3_omni.modeling.audio import AudioEncoder
+from mstar_plugin_qwen3_omni.modeling.decoder import tensor_parallel
 from mstar_plugin_qwen3_omni.modeling.pictures import normalised
 from mstar_plugin_qwen3_omni.modeling.thinker import Spliced, Thinker
 from mstar_plugin_qwen3_omni.modeling.vision import VisionEncoder
@@ -78,6 +79,10 @@ class ThinkerNode(Node):
         shape = config.thinker.decoder
         self.kv_layout = KVLayout(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
         self.samplers = (Sampler(name="main", vocab_size=config.thinker.vocab_size),)
+        self.tensor_parallel = {
+            r"thinker\.(embedding|head)": "vocab",
+            **tensor_parallel(shape, to="thinker.decoder."),
+        }
 
     def load_weights(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         weights.load_thinker(self.thinker, checkpoint, dtype, device)
