@@ -119,7 +119,6 @@ def test_a_server_restarts_a_worker_one_of_whose_ranks_is_killed(tmp_path: Path,
         return list(response.json()["workers"]) if response.status_code == 200 else []
 
     flags = ("--plugin", "orpheus", "--model", str(tiny_folder), "--placement", str(placement), "--threads", "1")
-    shared = set(os.listdir("/dev/shm"))
     with ServeProcess(*flags, start_s=110) as server:
         right = ask().json()["outputs"]
         (worker,) = workers()
@@ -139,7 +138,6 @@ def test_a_server_restarts_a_worker_one_of_whose_ranks_is_killed(tmp_path: Path,
         while any(map(is_alive, processes)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert set(os.listdir("/dev/shm")) <= shared
 
 
 def is_alive(pid: int) -> bool:
