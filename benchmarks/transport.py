@@ -5,8 +5,11 @@
 A float32 tensor of 4 KB, 1 MB and 64 MB goes to a spawned process, which reads one word of each page and answers with a
 small message. Printed are the medians of round trips in microseconds, from rounds that take turns, and how many times
 the bandwidth of pickling that is. Ours is the channel as engine and worker hold it: the engine's end on an event loop,
-messages validated, the tensor copied in and out again, so that both sides own what they have. A queue is measured with
-one and the same tensor (`reused`), whose memory is shared once, and with a new one each time, as results are.
+messages validated, the tensor copied in and out again, so that both sides own what they have. The floor is what it
+stands on: zmq's sockets on an event loop (`zmq, loop`) and in a blocking one (`zmq`) with the bytes alone, for 1 MB and
+more with as few bytes as announce a tensor elsewhere, and copies of a tensor into and out of memory that is there
+already. A queue is measured with one and the same tensor (`reused`), whose memory is shared once, and with a new one
+each time, as results are.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from harness import machine, report
 from torch import multiprocessing
 
 from mstar.ipc.messages import Begin, Emit, Shutdown
-from mstar.ipc.process_channel import ProcessEngineEnd, ProcessWorkerEnd, Road
+from mstar.ipc.process_channel import Exchange, ProcessWorkerEnd, Road
+from mstar.ipc.tensors import INLINE_BYTES
 
 SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
 PAGE = 1024  # float32 elements
@@ -46,14 +50,23 @@ def touch(tensor: torch.Tensor) -> float:
 # ---- the other process ------------------------------------------------------------------------------------------
 
 
-def answer_channel(road: str) -> None:
-    end = ProcessWorkerEnd(msgspec.json.decode(road, type=Road), on_lost=lambda: os._exit(1))
+def answer_channel(road: str, server: str) -> None:
+    found = msgspec.json.decode(road, type=Road)
+    end = ProcessWorkerEnd(found, server=int(server), on_lost=lambda: os._exit(1))
     while True:
         for message in end.receive():
             if isinstance(message, Shutdown):
-                return
+                return end.close()
             assert isinstance(message, Begin)
             end.send(Emit(request_id="r", name="x", path=(), value=touch(message.inputs["x"])))
+
+
+def answer_bytes(address: str) -> None:
+    pair = zmq.Context.instance().socket(zmq.PAIR)
+    pair.connect(address)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    while pair.recv():
+        pair.send(b"x" * 40)
 
 
 def answer_pickled(address: str) -> None:
@@ -85,15 +98,19 @@ async def measure(roundtrip: RoundTrip, size: int, *, seconds: float, is_new: bo
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    channel = ProcessEngineEnd()
-    road = msgspec.json.encode(channel.road).decode()
-    children = [subprocess.Popen([sys.executable, __file__, "--channel", road], pass_fds=channel.road.files)]
+    exchange = Exchange()
+    channel = exchange.end(0)
+    command = [sys.executable, __file__, "--channel", msgspec.json.encode(channel.road).decode(), str(os.getpid())]
+    children = [subprocess.Popen(command, pass_fds=channel.road.files)]
     channel.hand_over()
     with tempfile.TemporaryDirectory() as folder:
-        pair = zmq.Context.instance().socket(zmq.PAIR)
-        pair.bind(f"ipc://{folder}/pickled")
-        command = [sys.executable, __file__, "--pickled", f"ipc://{folder}/pickled"]
-        children.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        pair, bare = (zmq.Context.instance().socket(zmq.PAIR) for _ in range(2))
+        for socket, way in ((pair, "pickled"), (bare, "bytes")):
+            socket.bind(f"ipc://{folder}/{way}")
+            command = [sys.executable, __file__, f"--{way}", f"ipc://{folder}/{way}"]
+            children.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        arrived = asyncio.Event()
+        room = torch.ones(SIZES["64 MB"] // 4)
         spawn = multiprocessing.get_context("spawn")
         there, back = spawn.Queue(), spawn.Queue()
         queued = spawn.Process(target=answer_queue, args=(there, back))
@@ -107,12 +124,33 @@ async def main(arguments: argparse.Namespace) -> None:
             pair.send(pickle.dumps(tensor))
             pickle.loads(pair.recv())
 
+        def announced(tensor: torch.Tensor) -> bytes:
+            """What crosses a socket: a small tensor itself, or where a large one is; that is copied in and out."""
+            if tensor.nbytes < INLINE_BYTES:
+                return tensor.numpy().tobytes()
+            room[: tensor.numel()].copy_(tensor)
+            touch(room[: tensor.numel()].clone())
+            return b"x" * 160
+
+        async def raw(tensor: torch.Tensor) -> None:
+            bare.send(announced(tensor))
+            bare.recv()
+
+        async def raw_on_loop(tensor: torch.Tensor) -> None:
+            asyncio.get_running_loop().add_reader(bare, arrived.set)
+            bare.send(announced(tensor), zmq.NOBLOCK)
+            while not bare.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                arrived.clear()
+                await arrived.wait()
+            bare.recv()
+            asyncio.get_running_loop().remove_reader(bare)
+
         async def queue(tensor: torch.Tensor) -> None:
             there.put(tensor)
             back.get()
 
         ways = {"ours": (ours, True), "pickled pyzmq": (pickled, True), "queue": (queue, True)}
-        ways |= {"queue, reused": (queue, False)}
+        ways |= {"queue, reused": (queue, False), "zmq": (raw, True), "zmq, loop": (raw_on_loop, True)}
         found: dict[tuple[str, str], list[float]] = {(way, size): [] for way in ways for size in SIZES}
         for number in range(-1, arguments.rounds):  # the first round warms up
             for size, num_bytes in SIZES.items():
@@ -127,24 +165,30 @@ async def main(arguments: argparse.Namespace) -> None:
         report(**machine(), threads_alive=threading.active_count())
         channel.send(Shutdown())
         pair.send(pickle.dumps(None))
+        bare.send(b"")
         there.put(None)
         for child in children:
             child.wait(10)
         queued.join(10)
         channel.dispose()
+        exchange.close()
         pair.close()
+        bare.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=Path(__file__).name)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.4, help="of one way and size in one round")
-    parser.add_argument("--channel", help=argparse.SUPPRESS)
+    parser.add_argument("--channel", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--pickled", help=argparse.SUPPRESS)
+    parser.add_argument("--bytes", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.channel:
-        answer_channel(given.channel)
+        answer_channel(*given.channel)
+    elif given.bytes:
+        answer_bytes(given.bytes)
     elif given.pickled:
         answer_pickled(given.pickled)
     else:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
+import threading
 from bisect import bisect
 from collections import deque
 from collections.abc import Hashable
@@ -24,7 +26,9 @@ ARENA_BYTES = 256 * 2**20
 
 _HEADER = 64
 _GROWTH = 1 << 20
-_HUGE = 1 << 22
+_POOLED = 1 << 18
+_KEPT_BYTES = 1 << 27
+_FREE = 3  # references to a buffer that no tensor has: of the list, of who looks, of the call that counts
 
 
 class ArenaError(Exception):
@@ -84,7 +88,7 @@ class Arena:
         """Copy a block out, uint8 (B,), and give it back. Raises ArenaError if it is not the one that was written."""
         if self._words[start // 8] != generation:
             raise ArenaError(f"block {start} was announced as {generation} and is {self._words[start // 8]}")
-        found = _empty(num_bytes)
+        found = _memory.empty(num_bytes)
         found.copy_(self._elements[start + _HEADER : start + _HEADER + num_bytes])
         if self._words[start // 8] != generation:
             raise ArenaError(f"block {start} was overwritten while it was read")
@@ -126,10 +130,28 @@ class Arena:
         self._free.insert(index, (start, end))
 
 
-def _empty(num_bytes: int) -> Tensor:
-    """Uninitialised memory; in huge pages where that spares thousands of small ones."""
-    if num_bytes < _HUGE:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+class _Memory:
+    """Memory of tensors that were read, used again when nobody holds them: to get pages costs more than to copy."""
+
+    def __init__(self) -> None:
+        self._buffers: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Uninitialised, uint8 (B,)."""
+        if num_bytes < _POOLED:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        size = 1 << (num_bytes - 1).bit_length()
+        with self._lock:
+            for buffer in self._buffers:
+                if len(buffer) == size and sys.getrefcount(buffer) == _FREE:
+                    break
+            else:
+                buffer = mmap.mmap(-1, size)
+                self._buffers.append(buffer)
+                while sum(map(len, self._buffers)) > _KEPT_BYTES:
+                    del self._buffers[0]
+            return torch.frombuffer(buffer, dtype=torch.uint8)[:num_bytes]
+
+
+_memory = _Memory()

@@ -29,6 +29,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _encode_tensor = msgspec.msgpack.Encoder().encode
 _decode_tensor = msgspec.msgpack.Decoder(tuple[str, list[int], memoryview]).decode  # dtype, shape, elements
 _decode_spared = msgspec.msgpack.Decoder(tuple[str, list[int], Place]).decode
@@ -95,10 +96,10 @@ def _encode_value(value: Any) -> msgspec.msgpack.Ext:
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise TypeError(f"a tensor on {tensor.device} cannot cross to another process; move it to the CPU first")
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
         raise TypeError(f"tensors of {tensor.dtype} cannot cross to another process; use one of {', '.join(_DTYPES)}")
     return name
 
