@@ -106,8 +106,8 @@ class Moves:
     # ---- the holder's and the receiver's side ---------------------------------------------------------------
 
     def handle(self, scope: Scope, message: Between) -> bool:
-        """False, with nothing done, if it has to wait for what is on the host."""
-        if isinstance(message, SendPages | Want) and (scope.tenant.is_swapped or scope.tenant.num_rebuilding):
+        """False, with nothing done, if it has to wait for what is to be recomputed."""
+        if isinstance(message, SendPages | Want) and (scope.tenant.forgotten or scope.tenant.num_rebuilding):
             return False
         if isinstance(message, SendPages):
             self._offer(scope, message)
@@ -146,12 +146,16 @@ class Moves:
     def _send(self, scope: Scope, message: Want) -> None:
         pool, sequence = self._modules[message.module].pool, scope.sequences[(message.module, message.label)]
         assert pool is not None
-        pages = sequence.pages[message.start // pool.page_size : -(-sequence.length // pool.page_size)]
+        first, end = message.start // pool.page_size, -(-sequence.length // pool.page_size)
+        if (image := sequence.image) is not None:  # on the host: to bring it back first could wait for who waits for it
+            content = image.content[:, :, image.indices[image.sequences.index(sequence)][first:end]]
+        else:
+            content = pool.read_pages(sequence.pages[first:end])
         self._output.post(
             message.to,
             Pages(
                 request_id=message.request_id, lane=message.lane, path=message.path, ordinal=message.ordinal,
-                module=message.module, label=message.label, start=message.start, content=pool.read_pages(pages),
+                module=message.module, label=message.label, start=message.start, content=content,
             ),
         )  # fmt: skip
 

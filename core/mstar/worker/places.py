@@ -71,7 +71,7 @@ class Places:
 
     def is_away(self, walk: str, op: Run) -> bool:
         """Whether a call of a walk runs in another group."""
-        return bool(self._homes) and self._groups[op] != self.group
+        return bool(self._homes) and self._groups.get(op, self.group) != self.group
 
     def origin(self, op: Run) -> tuple[str, int]:
         """(walk, index of the op in its program)."""
