@@ -115,6 +115,8 @@ def test_ids_that_do_not_fit_media_are_refused(model: Asked, golden: Any) -> Non
             model.ask(token_ids(ids), picture)
     with pytest.raises(RequestError, match="no tokens left for inputs.2"):
         model.ask(token_ids([1, *[pad] * 6, 2]), picture, picture)
+    with pytest.raises(RequestError, match="ends with a token of media"):  # each answer begins with the last token
+        model.ask(token_ids([1, *[pad] * 6]), picture)
     framed = model.ask(token_ids([1]), picture, token_ids([2]), params={"max_tokens": 1}).result.prompt_token_ids
     tokens = golden.config.thinker.tokens
     assert framed == [1, tokens.vision_start, *[pad] * 6, tokens.vision_end, 2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import Answer, Asked, ask_for, tensor
+from asking import Answer, Asked, ask_for, tensor, token_ids
 
 from mstar.errors import RequestError
 
@@ -110,6 +110,17 @@ def test_codes_alone_need_no_codec(model: Asked, golden: Any) -> None:
 def test_an_unknown_speaker_is_refused_with_the_known_ones(model: Asked, golden: Any) -> None:
     with pytest.raises(RequestError, match="ethan, aiden, chelsie"):
         speak(model, golden, "text", speaker="nobody")
+
+
+@pytest.mark.parametrize("behind", [[5], None])
+def test_answers_that_are_begun_are_not_spoken(model: Asked, golden: Any, behind: list[int] | None) -> None:
+    """Nor users' turns, though there are earlier ones of the assistant's."""
+    ids, turns = golden.facts["runs"]["text"]["input_ids"], golden.config.turns
+    begun = [*ids, *(behind or [5, turns.end, 198, turns.start, turns.user, 198, 5])]
+    with pytest.raises(RequestError, match="not begun can be spoken") as caught:
+        model.ask(token_ids(begun), outputs=["audio"], params={"max_tokens": 1})
+    assert caught.value.param == "inputs"
+    assert model.ask(token_ids(begun), params={"max_tokens": 1}).ids
 
 
 def test_vocode_is_the_authors_chunked_decode(model: Asked, golden: Any) -> None:

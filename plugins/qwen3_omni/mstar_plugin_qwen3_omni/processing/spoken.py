@@ -46,15 +46,14 @@ def talker_prompt(config: OmniConfig, ids: Tensor, places: Tensor | None, *, spe
         speaker: `speaker_id`.
 
     Returns: the values `graph.TALKER_PROMPT` names, each with one row per token. Raises RequestError for a prompt after
-    which it is not the assistant's turn.
+    which it is not the assistant's turn, or is already begun: such words would not be spoken.
     """
     assert config.speech is not None
     tokens, turns = config.speech.talker.tokens, config.turns
     begins = ((ids[:-1] == turns.start) & (ids[1:] == turns.assistant)).nonzero()[:, 0]
-    if not len(begins):
-        raise RequestError(
-            "only an assistant's turn can be spoken; end the prompt with one that begins", param="inputs"
-        )
+    if not len(begins) or len(ids) - int(begins[-1]) > 3:
+        message = "only an answer that is not begun can be spoken; end the prompt with <|im_start|>assistant and a newline"
+        raise RequestError(message + ", or ask for text alone", param="inputs")
     heard = _of_users(ids, start=turns.start, user=turns.user).nonzero()[:, 0]
     head = ids[int(begins[-1]) : int(begins[-1]) + 3]
     text = [tokens.text_pad] * 4 + [tokens.text_bos]
@@ -83,10 +82,10 @@ def _of_users(ids: Tensor, *, start: int, user: int) -> Tensor:
 
 def _places(config: OmniConfig, ids: Tensor, places: Tensor | None, heard: Tensor) -> tuple[Tensor, float]:
     """Positions (n, 3) of the tokens that are heard, and the one that follows: as the thinker's, from 0 on and without
-    gaps; but a film's tokens, which are a video's and its sound's by turns, count one by one."""
+    gaps; but the tokens of `_films`, a video's and its sound's by turns, count one by one."""
     if places is None or not len(heard):
         return torch.arange(len(heard), dtype=torch.float32)[:, None].expand(-1, 3), float(len(heard))
-    is_film = _films(config, ids)[heard]
+    is_film = _films(config, ids[heard])
     parts, following = list[Tensor](), 0.0
     is_cut = (heard[1:] != heard[:-1] + 1) | (is_film[1:] != is_film[:-1])
     ends = [*(is_cut.nonzero()[:, 0] + 1).tolist(), len(heard)]
@@ -105,13 +104,15 @@ def _places(config: OmniConfig, ids: Tensor, places: Tensor | None, heard: Tenso
 
 
 def _films(config: OmniConfig, ids: Tensor) -> Tensor:
-    """(T,) bool: from the start of a video with sound to its end."""
+    """(n,) bool, of what is heard: from the start of a video with sound to its end, unless a picture follows. The
+    authors' code does not tell the talker that videos have sound, and it looks for videos only before pictures."""
     tokens, found = config.thinker.tokens, torch.zeros(len(ids), dtype=torch.bool)
     begins = (ids[:-1] == tokens.vision_start) & (ids[1:] == tokens.audio_start)
-    ends = (ids == tokens.vision_end).nonzero()[:, 0]
+    ends, pictures = ((ids == token).nonzero()[:, 0] for token in (tokens.vision_end, tokens.image))
     for begin in begins.nonzero()[:, 0].tolist():
-        later = ends[ends > begin]
-        found[begin : int(later[0]) + 1 if len(later) else len(ids)] = True
+        if not (pictures > begin).any():
+            later = ends[ends > begin]
+            found[begin : int(later[0]) + 1 if len(later) else len(ids)] = True
     return found
 
 

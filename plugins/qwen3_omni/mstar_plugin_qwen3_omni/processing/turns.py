@@ -12,7 +12,7 @@ from mstar.types import AudioPart, ImagePart, Message, Part, Request, TensorPart
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.processing import media
 from mstar_plugin_qwen3_omni.processing.media import Sight, Sound
-from mstar_plugin_qwen3_omni.processing.prompt import Prompt
+from mstar_plugin_qwen3_omni.processing.prompt import TEXT, Prompt
 from mstar_plugin_qwen3_omni.processing.text import ChatTemplate, Slot, Words
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -148,6 +148,9 @@ class Reader:
         if queue:
             message = f"token_ids have no tokens left for {queue[0].param}; leave it out, or the other tokens of media"
             raise RequestError(message, param=queue[0].param)
+        if prompt.kinds[-1] != TEXT:
+            message = "the prompt ends with a token of media; close the frame around them (<|vision_end|>, <|audio_end|>)"
+            raise RequestError(message, param="inputs")
         return prompt
 
     def _add_ids(self, prompt: Prompt, ids: list[int], queue: deque[Medium]) -> None:
