@@ -44,7 +44,9 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    max_tokens: Annotated[int, Meta(ge=1, description="null: what the model's limit leaves")] | None = None
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="null: the checkpoint's, else 2048; or what the model's limit leaves")
+    ] | (None) = None
     thinker_max_tokens: Annotated[int, Meta(ge=1, description="another name of max_tokens")] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     ignore_eos: bool = False
@@ -63,6 +65,7 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     code_predictor_temperature: Annotated[Heat, Meta(description="null: 1, or 0 if the talker's is")] | None = None
     code_predictor_top_k: Kept | None = None
     code_predictor_top_p: Mass | None = None
+    codec_left_context: Annotated[int, Meta(ge=1, description="frames decoded before a chunk; null: 25")] | None = None
     speak_last_token: Annotated[bool, Meta(description="of an answer cut by its limit; the authors' code does not")] = (
         True
     )

@@ -12,7 +12,17 @@ from asking import Asked, image, text, token_ids
 
 from mstar.errors import ConfigError, RequestError
 from mstar.plugin.spec import Limits
-from mstar.types import Emission, Encoded, Message, Request, TextChunk, TextPart, ToolCall, ToolCallChunk
+from mstar.types import (
+    Emission,
+    Encoded,
+    Message,
+    Request,
+    SamplingParams,
+    TextChunk,
+    TextPart,
+    ToolCall,
+    ToolCallChunk,
+)
 from mstar_plugin_qwen3_omni.plugin import ChatParams
 from mstar_plugin_qwen3_omni.processing import OmniProcessor
 from mstar_plugin_qwen3_omni.processing.text import NONCHARACTERS, ChatTemplate, Slot, Words
@@ -139,6 +149,47 @@ def test_a_prompt_too_long_and_limits_of_answers(model: Asked, golden: Any) -> N
         model.ask(text("hi"), params={"logit_bias": {"352": 1}})
     found = model.ask(text("hi"), params={"n": 3, "thinker_max_tokens": 4, "ignore_eos": True})
     assert [len(ids) for ids in found.ids] == [4, 4, 4]
+
+
+def encoded(golden: Any, generation: dict[str, Any], **params: Any) -> Encoded:
+    """A short question that is to be answered aloud."""
+    checkpoint = replace(golden.checkpoint, config=replace(golden.config, generation=generation))
+    asked = {"parts": (TextPart("hi"),), "outputs": ("text", "audio"), "params": ChatParams(**params)}
+    request = Request(id="r", model="m", task="chat", **asked)
+    return OmniProcessor(checkpoint, Limits(max_model_len=9999)).encode(request)
+
+
+def test_what_the_client_leaves_out_is_the_checkpoints_then_its_authors(golden: Any) -> None:
+    talker = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+    predictor = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+    found = encoded(golden, {})
+    main = SamplingParams(temperature=0.7, top_p=0.9)
+    assert found.samplers == {"main": main, "talker": talker, "code_predictor": predictor}
+    chunks = {"chunk_0": 4, "chunk_1": 8, "chunk_2": 16, "chunk_3": 25}
+    assert found.fields == {"max_tokens": 2048, "frames": 4095, "codec_left_context": 25, **chunks}
+    own = {"temperature": 0.5, "top_k": 7, "thinker_max_new_tokens": 50}
+    own |= {"talker_temperature": 0.3, "talker_top_k": 9, "talker_max_new_tokens": 40}
+    found = encoded(golden, own, top_k=0, talker_top_k=3, talker_repetition_penalty=1.0, code_predictor_top_p=1.0)
+    assert found.samplers == {
+        "main": SamplingParams(temperature=0.5, top_k=0, top_p=0.9),
+        "talker": SamplingParams(temperature=0.3, top_k=3),
+        "code_predictor": SamplingParams(temperature=1.0, top_k=50),
+    }
+    assert (found.fields["max_tokens"], found.fields["frames"]) == (50, 39)
+    found = encoded(golden, own, max_tokens=60, talker_max_tokens=70, codec_left_context=1, codec_chunk_frames=5)
+    assert (found.fields["max_tokens"], found.fields["frames"], found.fields["codec_left_context"]) == (60, 69, 1)
+    assert [found.fields[name] for name in chunks] == [4, 5, 5, 5]
+
+
+def test_a_greedy_talkers_predictor_is_greedy_unless_it_is_told_otherwise(golden: Any) -> None:
+    heats = [
+        [one.temperature for one in encoded(golden, generation, **params).samplers.values()]
+        for generation, params in (
+            ({"do_sample": False, "talker_do_sample": False}, {}), ({}, {"talker_temperature": 0}),
+            ({"talker_do_sample": False}, {"temperature": 0, "code_predictor_temperature": 0.4}),
+        )
+    ]  # fmt: skip
+    assert heats == [[0, 0, 0], [0.7, 0, 0], [0, 0, 0.4]]
 
 
 def called(golden: Any, words: Words, said: str) -> list[Any]:

@@ -100,6 +100,17 @@ def test_smaller_chunks_join_without_a_hole(model: Asked, golden: Any, cap: int)
     torch.testing.assert_close(found.tensors["audio"], golden.tensors["full.text.wav"], atol=5e-4, rtol=0)
 
 
+def test_less_context_sounds_otherwise_but_leaves_no_hole(model: Asked, golden: Any) -> None:
+    found = speak(model, golden, "text", codec_chunk_frames=3, codec_left_context=1).tensors["audio"]
+    expected = golden.tensors["full.text.wav"]
+    assert len(found) == len(expected) and torch.allclose(
+        found[: 3 * 1920 - 555], expected[: 3 * 1920 - 555], atol=5e-4
+    )
+    assert not torch.allclose(found, expected, atol=5e-4)
+    with pytest.raises(RequestError, match="codec_left_context"):
+        speak(model, golden, "text", codec_left_context=0)
+
+
 def test_codes_alone_need_no_codec(model: Asked, golden: Any) -> None:
     wires = wire(golden, "text")
     wires.outputs = ["text", "tensor:codes"]

@@ -171,8 +171,13 @@ def _talker(config: Fields) -> TalkerConfig:
     if vocab_size <= SPECIAL_CODES:
         raise text.refuse("vocab_size", f"its last {SPECIAL_CODES} ids are no codes")
     tap, size = fields.whole("accept_hidden_layer", least=0), fields.whole("thinker_hidden_size")
-    if tap > thinker.whole("num_hidden_layers"):
-        raise fields.refuse("accept_hidden_layer", "the thinker has fewer layers")
+    if tap >= (layers := thinker.whole("num_hidden_layers")):
+        raise fields.refuse("accept_hidden_layer", f"it is what enters a layer of the thinker, which has {layers}")
+    for name, only in {
+        "position_id_per_seconds": config.part("thinker_config").value("position_id_per_seconds", 25),
+        "spatial_merge_size": config.part("thinker_config").part("vision_config", {}).value("spatial_merge_size", 2),
+    }.items():
+        fields.require(name, only, "the talker has the thinker's positions")
     if size != thinker.whole("hidden_size"):
         raise fields.refuse("thinker_hidden_size", f"the thinker's hidden_size is {thinker.whole('hidden_size')}")
     return TalkerConfig(

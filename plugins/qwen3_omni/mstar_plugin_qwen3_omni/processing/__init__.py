@@ -73,7 +73,9 @@ class OmniProcessor(Processor):
         if self.config.speech is not None:
             spoken.speaker_id(self.config, params.speaker)  # a mistake is one in text's requests too
         prompt = self.reader.read(request)
-        limit = min(self._room(prompt), _wanted(params) or USUAL_TOKENS)
+        generation = self.config.generation
+        usual = generation.get("thinker_max_new_tokens") or generation.get("max_new_tokens") or USUAL_TOKENS
+        limit = min(self._room(prompt), _wanted(params) or usual)
         first = {"last": torch.tensor(prompt.ids[-1])}
         encoded = Encoded(
             inputs=prompt.inputs(),

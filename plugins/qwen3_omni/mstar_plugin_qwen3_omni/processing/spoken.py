@@ -52,8 +52,8 @@ def talker_prompt(config: OmniConfig, ids: Tensor, places: Tensor | None, *, spe
     tokens, turns = config.speech.talker.tokens, config.turns
     begins = ((ids[:-1] == turns.start) & (ids[1:] == turns.assistant)).nonzero()[:, 0]
     if not len(begins) or len(ids) - int(begins[-1]) > 3:
-        message = "only an answer that is not begun can be spoken; end the prompt with <|im_start|>assistant and a newline"
-        raise RequestError(message + ", or ask for text alone", param="inputs")
+        message = "only an answer that is not begun can be spoken; end the prompt with <|im_start|>assistant and a "
+        raise RequestError(message + "newline, or ask for text alone", param="inputs")
     heard = _of_users(ids, start=turns.start, user=turns.user).nonzero()[:, 0]
     head = ids[int(begins[-1]) : int(begins[-1]) + 3]
     text = [tokens.text_pad] * 4 + [tokens.text_bos]
@@ -134,7 +134,7 @@ def speech_fields(params: ChatParams, *, generation: Mapping[str, Any], room: in
     fields = {chunk_field(index): min(size, cap) for index, size in enumerate(CHUNKS)}
     context = LEFT_CONTEXT if params.codec_left_context is None else params.codec_left_context
     # The last token that is drawn begins a frame that nothing completes.
-    return fields | {"frames": max(0, min(limit - 1, room)), "codec_left_context": max(1, context)}
+    return fields | {"frames": max(0, min(limit - 1, room)), "codec_left_context": context}
 
 
 def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dict[str, SamplingParams]:
@@ -145,7 +145,8 @@ def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dic
         values = {}
         for key, default in defaults.items():
             asked = getattr(params, f"{name}_{key}", None)
-            kept = generation.get(f"{name}_{key}")
+            is_greedy = key == "temperature" and generation.get(f"{name}_do_sample") is False
+            kept = 0.0 if is_greedy else generation.get(f"{name}_{key}")
             values[key] = next(value for value in (asked, kept, default) if value is not None)
         found[name] = SamplingParams(**values)
     if params.code_predictor_temperature is None and found["talker"].temperature == 0:

@@ -149,7 +149,7 @@ class Reader:
             message = f"token_ids have no tokens left for {queue[0].param}; leave it out, or the other tokens of media"
             raise RequestError(message, param=queue[0].param)
         if prompt.kinds[-1] != TEXT:
-            message = "the prompt ends with a token of media; close the frame around them (<|vision_end|>, <|audio_end|>)"
+            message = "the prompt ends with a token of media; close their frame (<|vision_end|>, <|audio_end|>)"
             raise RequestError(message, param="inputs")
         return prompt
 
