@@ -142,7 +142,7 @@ def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dic
     are greedy too."""
     found: dict[str, SamplingParams] = {}
     for name, defaults in DEFAULTS.items():
-        values = {}
+        values: dict[str, Any] = {}
         for key, default in defaults.items():
             asked = getattr(params, f"{name}_{key}", None)
             is_greedy = key == "temperature" and generation.get(f"{name}_do_sample") is False
