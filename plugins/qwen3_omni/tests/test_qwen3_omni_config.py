@@ -13,9 +13,12 @@ from asking import Asked, image, tensor, text
 from safetensors.torch import load_file, save_file
 
 from mstar.errors import ConfigError, RequestError
+from mstar.layers.quantized import quantize_int4
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.config import OmniConfig, load, published
+from mstar_plugin_qwen3_omni.config.decoder import MoEConfig
 from mstar_plugin_qwen3_omni.modeling.audio import AudioEncoder
+from mstar_plugin_qwen3_omni.modeling.moe import SparseMLP
 from mstar_plugin_qwen3_omni.modeling.thinker import Thinker
 from mstar_plugin_qwen3_omni.modeling.vision import VisionEncoder
 from mstar_plugin_qwen3_omni.weights import thinker as weights
@@ -146,6 +149,13 @@ def test_weights_fit_exactly(folder: Path, name: str, kind: str) -> None:
     assert f"{kind}: " in str(caught.value)
     if kind == "unexpected":
         assert name in str(caught.value)
+
+
+def test_four_bits_leave_what_is_routed_and_the_router() -> None:
+    with torch.random.fork_rng():
+        layer = SparseMLP(MoEConfig(hidden_size=256, num_experts=64, num_chosen=2, expert_size=128, shared_size=256))
+    kept = layer.router.weight
+    assert set(quantize_int4(layer).errors) == {"shared.gate_up", "shared.down"} and layer.router.weight is kept
 
 
 # ---- parts that are absent ------------------------------------------------------------------------------

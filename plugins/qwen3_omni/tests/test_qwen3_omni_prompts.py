@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from asking import Asked, image, text, token_ids
+from msgspec import structs
 
 from mstar.errors import ConfigError, RequestError
 from mstar.plugin.spec import Limits
@@ -179,6 +180,20 @@ def test_what_the_client_leaves_out_is_the_checkpoints_then_its_authors(golden: 
     found = encoded(golden, own, max_tokens=60, talker_max_tokens=70, codec_left_context=1, codec_chunk_frames=5)
     assert (found.fields["max_tokens"], found.fields["frames"], found.fields["codec_left_context"]) == (60, 69, 1)
     assert [found.fields[name] for name in chunks] == [4, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("sampler", "prefix", "names"), [
+    ("main", "", ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                  "frequency_penalty", "logit_bias")),
+    ("talker", "talker_", ("temperature", "top_k", "top_p", "repetition_penalty")),
+    ("code_predictor", "code_predictor_", ("temperature", "top_k", "top_p")),
+])  # fmt: skip
+def test_each_parameter_is_its_samplers(golden: Any, sampler: str, prefix: str, names: tuple[str, ...]) -> None:
+    usual = encoded(golden, {}).samplers
+    for name in names:
+        value: Any = {"logit_bias": {"5": 1.5}, "top_k": 6}.get(name, 0.25)
+        found = encoded(golden, {}, **{prefix + name: value}).samplers
+        assert found == usual | {sampler: structs.replace(usual[sampler], **{name: value})}
 
 
 def test_a_greedy_talkers_predictor_is_greedy_unless_it_is_told_otherwise(golden: Any) -> None:

@@ -123,6 +123,16 @@ def test_an_unknown_speaker_is_refused_with_the_known_ones(model: Asked, golden:
         speak(model, golden, "text", speaker="nobody")
 
 
+def test_speech_is_scored_as_text_alone_is(model: Asked, golden: Any) -> None:
+    found = speak(model, golden, "image_audio", logprobs=3)
+    check(found, golden, "image_audio")
+    params = GREEDY | {"max_tokens": golden.asked["thinker_max_new_tokens"], "logprobs": 3}
+    alone = model.ask(messages=golden.messages("image_audio"), params=params)
+    scores = [[token for chunk in one.chunks for token in getattr(chunk, "logprobs", ())] for one in (found, alone)]
+    assert scores[0] == scores[1] and len(scores[0]) == len(found.ids[0])
+    assert all(len(token.top_logprobs) == 3 for token in scores[0])
+
+
 @pytest.mark.parametrize("behind", [[5], None])
 def test_answers_that_are_begun_are_not_spoken(model: Asked, golden: Any, behind: list[int] | None) -> None:
     """Nor users' turns, though there are earlier ones of the assistant's."""
