@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Reader:
     def read(self, request: Request) -> Prompt:
         """The prompt of a request. Raises RequestError that names the part."""
         if not request.messages and any(isinstance(part, TokensPart) for part in request.parts):
-            return self._as_given(list(self._contents(request.parts, request, at="inputs")))
+            return self._as_given(self._contents(request.parts, request, at="inputs"))
         turns, inserted = list[dict[str, Any]](), list[list[int]]()
         queue: deque[Medium] = deque()
         for number, message in enumerate(request.messages or (Message("user", request.parts),)):
@@ -59,7 +59,7 @@ class Reader:
                 problem = f"{at}.role is {message.role[:60]!r}; known: {', '.join(ROLES)}"
                 raise RequestError(problem, param=f"{at}.role")
             where = f"{at}.content" if request.messages else at
-            contents = list(self._contents(message.parts, request, at=where))
+            contents = self._contents(message.parts, request, at=where)
             if message.role == "user" and not any(not isinstance(one, str) or one.strip() for one in contents):
                 raise RequestError(f"{where} is empty or blank; write some, or give media", param=where)
             turns.append({"role": message.role, "content": _as_template(contents), **_calls(message)})
@@ -69,25 +69,18 @@ class Reader:
 
     # ---- parts ------------------------------------------------------------------------------------------
 
-    def _contents(self, parts: Iterable[Part], request: Request, *, at: str) -> Iterator[Content]:
-        """What parts are. Frames with sound behind them are one: files have their own sound with them."""
-        is_film = request.params.use_audio_in_video
-        waiting: Medium | None = None
+    def _contents(self, parts: Iterable[Part], request: Request, *, at: str) -> list[Content]:
+        """What parts are. Frames with sound behind them are one, if it is to be heard: files have theirs with them."""
+        found, is_film = list[Content](), request.params.use_audio_in_video
         for number, part in enumerate(parts):
-            found = self._content(part, param=f"{at}.{number}")
-            if waiting is not None and isinstance(found, Medium) and found.sight is None:
-                yield Medium(waiting.param, waiting.sight, found.sound)
-                waiting = None
-                continue
-            if waiting is not None:
-                yield waiting
-                waiting = None
-            if is_film and isinstance(found, Medium) and found.kind == "video" and found.sound is None:
-                waiting = found
+            one, last = self._content(part, param=f"{at}.{number}"), found[-1] if found else ""
+            if not (is_film and isinstance(last, Medium) and isinstance(one, Medium)):
+                found.append(one)
+            elif last.kind == "video" and last.sound is None and one.kind == "audio":
+                found[-1] = Medium(last.param, last.sight, one.sound)
             else:
-                yield found
-        if waiting is not None:
-            yield waiting
+                found.append(one)
+        return found
 
     def _content(self, part: Part, *, param: str) -> Content:
         if isinstance(part, TextPart):
