@@ -103,8 +103,8 @@ class SpokenTurn(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatTurn(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message. An earlier answer may be sent back as it came: `images` are then parts after its text, and
-    `reasoning_content` is left out, as are names.
+    """A message. An earlier answer may be sent back as it came: `images` are then parts after its text, and names are
+    left out.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -247,7 +247,10 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
         names[f"{at}.content.{number}"] = name
         parts.append(kind)
     role = "system" if turn.role == "developer" else turn.role
-    return ChatMessage(role=role, content=parts, tool_calls=turn.tool_calls or [], tool_call_id=turn.tool_call_id)
+    return ChatMessage(
+        role=role, content=parts, tool_calls=turn.tool_calls or [], tool_call_id=turn.tool_call_id,
+        reasoning_content=turn.reasoning_content,
+    )  # fmt: skip
 
 
 def _spoken(turn: ChatTurn, *, at: str) -> list[tuple[str, Content]]:

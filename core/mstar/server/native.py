@@ -118,12 +118,14 @@ _KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`tool_calls` are an assistant's, `tool_call_id` is a tool's: which of the calls before it this answers."""
+    """`tool_calls` and `reasoning_content` are an assistant's; the latter reaches models that look back at it.
+    `tool_call_id` is a tool's: which of the calls before it this answers."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | Annotated[list[Input], Meta(max_length=MAX_PARTS)]
     tool_calls: Annotated[list[ToolCallInput], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    reasoning_content: Text | None = None
 
     @property
     def parts(self) -> list[Input]:
@@ -340,7 +342,7 @@ def read_request(
 
 def _message(turn: ChatMessage, parts: tuple[Part, ...]) -> Message:
     calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls)
-    return Message(turn.role, parts, calls, turn.tool_call_id)
+    return Message(turn.role, parts, calls, turn.tool_call_id, turn.reasoning_content or "")
 
 
 def _check_amounts(wire: GenerateRequest, most: Mapping[str, int]) -> None:

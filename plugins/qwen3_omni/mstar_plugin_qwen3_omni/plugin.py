@@ -32,6 +32,12 @@ class CodecParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     codec_left_context: Annotated[int, Meta(ge=0, description="frames decoded before a chunk; null: 25")] | None = None
 
 
+class TemplateParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Variables of the chat template."""
+
+    enable_thinking: Annotated[bool, Meta(description="for checkpoints whose template asks for it")] | None = None
+
+
 class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of `chat`. Sampling without a prefix is the thinker's; what is null comes from the checkpoint's
     generation_config.json, then the model's published defaults."""
@@ -55,6 +61,7 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] | (None) = None
     n: Annotated[int, Meta(ge=1, le=MOST_OUTPUTS, description="how many; of speech one")] = 1
     use_audio_in_video: Annotated[bool, Meta(description="hear the sound of videos too")] = False
+    chat_template_kwargs: TemplateParams | None = None
 
     speaker: Annotated[str, Meta(max_length=256, description="null: Ethan")] | None = None
     talker_temperature: Heat | None = None

@@ -13,7 +13,7 @@ from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.processing import media
 from mstar_plugin_qwen3_omni.processing.media import Sight, Sound
 from mstar_plugin_qwen3_omni.processing.prompt import TEXT, Prompt
-from mstar_plugin_qwen3_omni.processing.text import ChatTemplate, Slot, Words
+from mstar_plugin_qwen3_omni.processing.text import THINKING, ChatTemplate, Slot, Words
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -49,7 +49,12 @@ class Reader:
 
     def read(self, request: Request) -> Prompt:
         """The prompt of a request. Raises RequestError that names the part."""
+        variables = request.params.chat_template_kwargs
+        enable_thinking = None if variables is None else variables.enable_thinking
         if not request.messages and any(isinstance(part, TokensPart) for part in request.parts):
+            if enable_thinking is not None:
+                problem = f"{THINKING} is for chat templates, and token_ids pass by those; leave it out"
+                raise RequestError(problem, param=THINKING)
             return self._as_given(self._contents(request.parts, request, at="inputs"))
         turns, inserted = list[dict[str, Any]](), list[list[int]]()
         queue: deque[Medium] = deque()
@@ -62,10 +67,11 @@ class Reader:
             contents = self._contents(message.parts, request, at=where)
             if message.role == "user" and not any(not isinstance(one, str) or one.strip() for one in contents):
                 raise RequestError(f"{where} is empty or blank; write some, or give media", param=where)
-            turns.append({"role": message.role, "content": _as_template(contents), **_calls(message)})
+            turns.append({"role": message.role, "content": _as_template(contents), **_more(message)})
             inserted += [one for one in contents if isinstance(one, list)]
             queue += [one for one in contents if isinstance(one, Medium)]
-        return self._through_template(turns, inserted, queue, tools=request.tools)
+        pieces = self._template.pieces(turns, tools=request.tools, enable_thinking=enable_thinking)
+        return self._joined(pieces, inserted, queue)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
@@ -107,11 +113,10 @@ class Reader:
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
-    def _through_template(
-        self, turns: list[dict[str, Any]], inserted: list[list[int]], queue: deque[Medium], *, tools: Sequence[Any]
-    ) -> Prompt:
+    def _joined(self, pieces: list[int | str | Slot], inserted: list[list[int]], queue: deque[Medium]) -> Prompt:
+        """What the template made of messages."""
         prompt = Prompt(self.config)
-        for piece in self._template.pieces(turns, tools=tools):
+        for piece in pieces:
             if isinstance(piece, Slot):
                 prompt.add_text(inserted[piece])
             elif isinstance(piece, str):
@@ -188,12 +193,13 @@ class Reader:
             prompt.add_sound(medium.sound)
 
 
-def _calls(message: Message) -> dict[str, Any]:
-    """What a turn has to do with calls of tools, as OpenAI's API and templates have it."""
+def _more(message: Message) -> dict[str, Any]:
+    """A turn's thoughts, and what it has to do with calls of tools, as OpenAI's API and templates have it."""
     named = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
     calls = [{"id": name, "type": "function", "function": called} for name, called in named]
     answered = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    return ({"tool_calls": calls} if calls else {}) | answered
+    thought = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    return ({"tool_calls": calls} if calls else {}) | answered | thought
 
 
 def _as_template(contents: list[Content]) -> str | list[dict[str, Any]]:
