@@ -42,7 +42,7 @@ from mstar.plugin import checkpoint, loader
 from mstar.plugin.graph import Graph
 from mstar.plugin.loader import LoadedPlugin
 from mstar.plugin.processor import Processor
-from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed
+from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed, tinies
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
 from mstar.server.engine import Engine, served_names
@@ -289,7 +289,9 @@ async def _serve(config: EngineConfig, server_config: ServerConfig, listener: so
     if not server_config.api_key and not _is_loopback(host):
         logger.warning("anyone who can reach %s can use this server; set --api-key or MSTAR_API_KEY", host)
     model = find_model(config)
-    logger.info("plugin %s %s, model %s", model.plugin.name, model.plugin.version, model.checkpoint.folder)
+    spec, found = model.plugin.spec, model.checkpoint
+    kind = "random weights, for trying things out" if spec.tiny and config.model in tinies(spec) else "model"
+    logger.info("plugin %s %s, %s in %s", spec.name, model.plugin.version, kind, found.folder)
     async with started_engine(config, model=model) as engine:
         gc.collect()
         gc.freeze()  # what is loaded stays; a full collection that walked it again would stop every stream meanwhile
@@ -345,7 +347,7 @@ class Server(uvicorn.Server):
         """Wait for running requests, end those left with an error, and then for what is still being sent."""
         deadline = time.monotonic() + self._drain_s
         if self._engine.num_active and not self.force_exit:
-            line = "stopping: %d open requests get up to %g s to end; interrupt again to cut them off"
+            line = "stopping: requests that run: %d; they get up to %g s to end; interrupt again to cut them off"
             logger.info(line, self._engine.num_active, self._drain_s)
         while self._engine.num_active and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

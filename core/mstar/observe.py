@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mstar")  # of whoever makes progress
 
 _SECRETS = re.compile(
     r"""(?ix)
@@ -78,6 +78,8 @@ def setup_logging(level: str) -> None:
 
 def _is_wanted(record: logging.LogRecord) -> bool:
     """Ours, plugins' and the HTTP server's lines; of other libraries only warnings and errors."""
+    if record.name == "uvicorn.error" and record.msg == "ASGI callable returned without completing response.":
+        return False  # so streams that fail are broken; why has been said
     return record.levelno >= logging.WARNING or record.name.startswith(("mstar", "uvicorn"))
 
 
