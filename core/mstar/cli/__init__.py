@@ -22,8 +22,12 @@ from mstar.config import suggest
 from mstar.errors import MstarError
 
 # Flags that other servers have, and what there is instead.
-_NOT_YET = {
-    "--tensor-parallel-size": "it arrives with placement on several processes; until then one process serves a model",
+_NOT_NEEDED = "every model is served with all that it can do; leave it out"
+_ELSEWHERE = {
+    "--tensor-parallel-size": " yet: it arrives with placement on several processes; till then a model has one process",
+    "--gpu-memory-utilization": ": the KV cache takes what memory is free; --kv-cache-memory-bytes says how much",
+    "--stage-configs-path": ": a plugin declares its stages; 'mstar graph' shows them",
+    **dict.fromkeys(("--omni", "--trust-remote-code", "--enable-auto-tool-choice"), f": {_NOT_NEEDED}"),
 }
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
@@ -53,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = cli.main(args=arguments, prog_name="mstar", standalone_mode=False)
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption) and error.option_name in _NOT_YET:
-            said = f"there is no {error.option_name} yet: {_NOT_YET[error.option_name]}"
+        if isinstance(error, click.NoSuchOption) and error.option_name in _ELSEWHERE:
+            said = f"there is no {error.option_name}{_ELSEWHERE[error.option_name]}"
             error = click.UsageError(said, ctx=error.ctx)
         error.show()
         code = error.exit_code

@@ -174,6 +174,11 @@ def chat_tasks(spec: ModelSpec) -> dict[str, Task]:
     return found
 
 
+def speaks(spec: ModelSpec) -> bool:
+    """Whether chat is answered aloud."""
+    return CHAT in spec.endpoints and any("audio" in task.outputs for task in chat_tasks(spec).values())
+
+
 def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]:
     """The native request that a chat request stands for, and how it is answered. Raises RequestError 400."""
     if not isinstance(body, Mapping):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -24,6 +24,7 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
+from mstar.config import close_and_known
 from mstar.errors import RequestError
 from mstar.ipc.tensors import tensor_from_bytes
 from mstar.media.policy import MediaPolicy
@@ -52,6 +53,8 @@ _MOST_DIGITS = 4000  # of a whole number
 _MOST_VALUES = 1 << 21  # of a whole body, by its commas
 MAX_FRAMES = 1 << 16
 """Most frames that one video part asks for; what the operator allows is less."""
+_NESTED = {"extra_body", "mm_processor_kwargs", "sampling_params_list"}
+"""Fields in which other servers and clients keep parameters."""
 MediaSource = Annotated[str, Meta(description="a data URI in base64, or where the operator allows it a URL or a file")]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
@@ -209,22 +212,33 @@ def _explained(
 ) -> RequestError:
     text, _, where = str(error).replace(" - at `key` in `$", " as a key - at `$").partition(" - at `$")
     path = [step for step in re.split(r"[.\[\]`]+", where) if step]
+    at = value
+    for step in path:
+        at = at[int(step)] if isinstance(at, list) else at.get(step) if isinstance(at, dict) else None
     if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
         name = prefix + ".".join([*path, found[2]])
         if found[1] == "missing required":
             return RequestError(f"{name!r} is missing", param=name)
-        known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{short(name)} is unknown{known}", param=name[:60] or None, code="unknown_parameter")
+        kinds = [part for part in _types_at(kind, path) if hasattr(part, "__struct_config__")]
+        beside = [part for part in kinds if part.__struct_config__.tag in (None, at.get("type"))]
+        known = [field for part in beside for field in field_names(part)] + ([] if path else [*more])
+        return unknown_field(found[2], known, name=name)
     if text.startswith("Invalid value") and path[-1:] == ["type"]:
         text = f"must be one of {', '.join(_tags(kind, path[:-1]) or _KINDS)}"
     elif text.startswith("Invalid enum value"):
         text = f"must be {_choices(kind, path)}"
-    for step in path:
-        value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
     name = prefix + ".".join(path)
-    shown = f" is {short(value)}" if path and isinstance(value, int | float | str | None) else ""
+    shown = f" is {short(at)}" if path and isinstance(at, int | float | str | None) else ""
     text = re.sub(r"Expected (.*)", r"must be \1", text).replace("`", "")
     return RequestError(f"{name or 'the request'}{shown}: {text}", param=name or None)
+
+
+def unknown_field(field: str, known: Sequence[str], *, name: str | None = None) -> RequestError:
+    """The refusal of a field beside which these are known. `name` is the longer one that errors give."""
+    name = name or field
+    elsewhere = f": what it holds stands beside the other fields here; known: {', '.join(known)}"
+    hint = elsewhere if field in _NESTED else close_and_known(field, known)
+    return RequestError(f"{short(name)} is unknown{hint}", param=name[:60] or None, code="unknown_parameter")
 
 
 def _choices(kind: type[Any], path: list[str]) -> str:

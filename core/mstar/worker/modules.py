@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mstar import observe
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
@@ -223,7 +224,8 @@ class Modules:
         nodes: dict[str, Node] = {}
         for name in dict.fromkeys(node.module for node in graph.nodes):
             node = load_object(spec.nodes[name], plugin=spec.name)(checkpoint.config)
-            node.load_weights(checkpoint, dtype=self.dtype, device=self.device)
+            with observe.about(name):
+                node.load_weights(checkpoint, dtype=self.dtype, device=self.device)
             node.eval().requires_grad_(False)
             if self.config.batch_invariant:
                 set_batch_invariant(node)
