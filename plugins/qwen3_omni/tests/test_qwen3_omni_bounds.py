@@ -15,7 +15,7 @@ from mstar.errors import RequestError
 from mstar.media.audio import decode_audio, encode_wav
 from mstar.plugin.spec import Limits
 from mstar.server.native import convert
-from mstar.types import AudioPart, ImagePart, Message, Request, TensorPart, VideoPart
+from mstar.types import AudioPart, ImagePart, Message, Request, TensorPart, TextPart, VideoPart
 from mstar_plugin_qwen3_omni.plugin import ChatParams, CodecParams
 from mstar_plugin_qwen3_omni.processing import OmniProcessor, media, spoken
 
@@ -24,8 +24,11 @@ NONE = np.zeros((1, 0), np.float32)
 
 @pytest.fixture
 def refusal(golden: Any) -> Callable[..., RequestError]:
-    def ask(*parts: Any, task: str = "chat", params: Any = None, outputs: tuple[str, ...] = ("text",)) -> RequestError:
-        processor = OmniProcessor(golden.checkpoint, Limits(max_model_len=1000))
+    def ask(
+        *parts: Any, task: str = "chat", params: Any = None, outputs: tuple[str, ...] = ("text",), config: Any = None
+    ) -> RequestError:
+        checkpoint = dataclasses.replace(golden.checkpoint, config=config or golden.config)
+        processor = OmniProcessor(checkpoint, Limits(max_model_len=1000))
         messages = (Message("user", parts),) if task == "chat" else ()
         asked = {"task": task, "params": params or ChatParams(), "outputs": outputs, "seed": 0}
         request = Request(id="r", model="m", parts=() if messages else parts, messages=messages, **asked)
@@ -101,3 +104,15 @@ def test_left_contexts_that_leave_holes_or_cost_much_are_refused(kind: type[Code
 
 def test_a_speaker_of_no_name_is_nobody(refusal: Callable[..., RequestError]) -> None:
     assert "ethan" in refusal(AudioPart(NONE, 16000), params=ChatParams(speaker="")).message
+
+
+SPEECH = {"speaker": "ethan", "talker_max_tokens": 3, "code_predictor_top_k": 2, "codec_chunk_frames": 4}
+
+
+@pytest.mark.parametrize(("name", "value"), [*SPEECH.items(), ("speak_last_token", False)])
+def test_parameters_of_speech_are_refused_where_nothing_speaks(
+    golden: Any, refusal: Callable[..., RequestError], name: str, value: Any
+) -> None:
+    silent = dataclasses.replace(golden.config, speech=None)
+    error = refusal(TextPart("Hi"), params=ChatParams(**{name: value}), config=silent)
+    assert (error.param, error.code) == (f"params.{name}", "unsupported_parameter")

@@ -72,6 +72,8 @@ class OmniProcessor(Processor):
         params: ChatParams = request.params
         if self.config.speech is not None:
             spoken.speaker_id(self.config, params.speaker)  # a mistake is one in text's requests too
+        else:
+            spoken.check_silent(params)
         self._check_media(request)
         prompt = self.reader.read(request)
         limit = min(self._room(prompt), _wanted(params) or USUAL_TOKENS)

@@ -21,6 +21,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 MAX_TOKENS, LEFT_CONTEXT = 4096, 25
 """Of the talker, and frames before a chunk that are decoded with it; the authors' defaults."""
+SPEECH_PARAMS = ("speak", "talker_", "code")
+"""How the names of `chat`'s parameters of speech begin."""
 MOST_AT_ONCE = 4096
 """Frames of a window of `vocode`, but for its context: memory and time grow faster than the window."""
 
@@ -34,6 +36,15 @@ def speaker_id(config: OmniConfig, name: str | None) -> int:
         message = f"unknown speaker {str(name)[:60]!r}; known: {', '.join(names)}"
         raise RequestError(message, param="params.speaker", code="unknown_voice")
     return found
+
+
+def check_silent(params: ChatParams) -> None:
+    """Raises RequestError for a parameter of speech, where nothing speaks."""
+    unused = ChatParams()
+    for name in ChatParams.__struct_fields__:
+        if name.startswith(SPEECH_PARAMS) and getattr(params, name) != getattr(unused, name):
+            message = f"{name} is of speech, and this checkpoint has nothing that speaks; leave it out"
+            raise RequestError(message, param=f"params.{name}", code="unsupported_parameter")
 
 
 # ---- the talker's prompt --------------------------------------------------------------------------------
