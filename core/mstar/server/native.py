@@ -507,9 +507,13 @@ class _Parts:
         if len(frames) > (most := self.reader.budget.policy.max_video_frames):
             message = f"{where} are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
             raise RequestError(message, param=where, code="media_too_large")
+        if (lasts := len(frames) / part.fps) > (longest := self.reader.budget.policy.max_video_s):
+            message = f"{param} lasts {lasts:.1f} s, {len(frames)} frames at {part.fps:g} a second; the limit is "
+            message += f"{longest:g} s; send fewer, or raise fps or --max-video-duration"
+            raise RequestError(message, param=f"{param}.fps", code="media_too_large")
         self.reader.budget.take(frames.numel(), f"{len(frames)} frames", where)
         times = np.arange(len(frames), dtype=np.float32) / np.float32(part.fps)
-        return VideoPart(frames.numpy(), times, duration_s=len(frames) / part.fps)
+        return VideoPart(frames.numpy(), times, duration_s=lasts)
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:

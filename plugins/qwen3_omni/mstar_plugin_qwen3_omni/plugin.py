@@ -16,6 +16,9 @@ from mstar_plugin_qwen3_omni.config import CHECKPOINT
 MOST_OUTPUTS = 10
 """Samples of a text that a request asks for."""
 
+MOST_CONTEXT = 1024
+"""Frames that are decoded again before a chunk."""
+
 Heat = Annotated[float, Meta(ge=0, le=100, description="0 is greedy")]
 Count = Annotated[int, Meta(ge=1)]
 Kept = Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")]
@@ -29,7 +32,9 @@ class CodecParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Parameters of `vocode`: null chunk frames decode all at once, a number as the authors' code does, with holes."""
 
     codec_chunk_frames: Count | None = None
-    codec_left_context: Annotated[int, Meta(ge=0, description="frames decoded before a chunk; null: 25")] | None = None
+    codec_left_context: (
+        Annotated[int, Meta(ge=0, le=MOST_CONTEXT, description="frames decoded before a chunk; null: 25")] | None
+    ) = None
 
 
 class TemplateParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +68,9 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     use_audio_in_video: Annotated[bool, Meta(description="hear the sound of videos too")] = False
     chat_template_kwargs: TemplateParams | None = None
 
+    codec_left_context: (
+        Annotated[int, Meta(ge=1, le=MOST_CONTEXT, description="as of vocode, but chunks join by at least one")] | None
+    ) = None
     speaker: Annotated[str, Meta(max_length=256, description="null: Ethan")] | None = None
     talker_temperature: Heat | None = None
     talker_top_k: Kept | None = None

@@ -32,7 +32,7 @@ from mstar_plugin_qwen3_omni import graph
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.speech import SAMPLE_RATE
 from mstar_plugin_qwen3_omni.plugin import ChatParams
-from mstar_plugin_qwen3_omni.processing import spoken
+from mstar_plugin_qwen3_omni.processing import media, spoken
 from mstar_plugin_qwen3_omni.processing.prompt import Prompt
 from mstar_plugin_qwen3_omni.processing.text import THINKING
 from mstar_plugin_qwen3_omni.processing.turns import Reader
@@ -79,6 +79,9 @@ class OmniProcessor(Processor):
         params: ChatParams = request.params
         if self.config.speech is not None:
             spoken.speaker_id(self.config, params.speaker)  # a mistake is one in text's requests too
+        else:
+            spoken.check_silent(params)
+        self._check_media(request)
         prompt = self.reader.read(request)
         generation = self.config.generation
         usual = generation.get("thinker_max_new_tokens") or generation.get("max_new_tokens") or USUAL_TOKENS
@@ -121,17 +124,27 @@ class OmniProcessor(Processor):
         encoded.kv_tokens["talker.main"] = length + fields["frames"]
         encoded.samplers |= spoken.speech_samplers(params, generation=generation)
 
+    def _check_media(self, request: Request) -> None:
+        """Refuse media that are too much for any prompt, before the work of seeing and hearing them."""
+        parts = (*request.parts, *(part for message in request.messages for part in message.parts))
+        found = media.Amount.of(parts, self.config)
+        if (count := found.seen + found.heard) >= self.limits.max_model_len:
+            raise self._too_long(count, found)
+
     def _room(self, prompt: Prompt) -> int:
         """Tokens that may follow a prompt. Raises RequestError if there are none."""
-        most = self.limits.max_model_len
-        if (room := most - len(prompt.ids)) > 0:
+        if (room := self.limits.max_model_len - len(prompt.ids)) > 0:
             return room
         seen, heard = (sum(one.num_tokens for one in kind) for kind in (prompt.sights, prompt.sounds))
-        seconds = sum(sound.seconds for sound in prompt.sounds)
-        media = f", {seen} of them pictures and {heard} of them {seconds:.1f} s of sound," if prompt.num_media else ""
-        message = f"the prompt has {len(prompt.ids)} tokens{media} and with an answer it must fit into {most}; "
+        found = media.Amount(seen, heard, sum(sound.seconds for sound in prompt.sounds))
+        raise self._too_long(len(prompt.ids), found)
+
+    def _too_long(self, count: int, found: media.Amount) -> RequestError:
+        told = f", {found.seen} of them pictures and {found.heard} of them {found.seconds:.1f} s of sound,"
+        message = f"the prompt has {count} tokens{told if found.seen + found.heard else ''} and with an answer it must "
+        message += f"fit into {self.limits.max_model_len}; "
         message += "shorten it, send less or smaller media, or raise --max-model-len"
-        raise RequestError(message, param="inputs", code="context_length_exceeded")
+        return RequestError(message, param="inputs", code="context_length_exceeded")
 
     def _sampling(self, params: ChatParams) -> SamplingParams:
         """What the client gave, else the checkpoint's, else the published defaults."""

@@ -21,17 +21,30 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 MAX_TOKENS, LEFT_CONTEXT = 4096, 25
 """Of the talker, and frames before a chunk that are decoded with it; the authors' defaults."""
+SPEECH_PARAMS = ("speak", "talker_", "code")
+"""How the names of `chat`'s parameters of speech begin."""
+MOST_AT_ONCE = 4096
+"""Frames of a window of `vocode`, but for its context: memory and time grow faster than the window."""
 
 
 def speaker_id(config: OmniConfig, name: str | None) -> int:
     """Of a name, in any case. Raises RequestError that lists the known ones."""
     assert config.speech is not None
     names = config.speech.talker.names
-    found = config.speech.talker.speakers.get((name or names[0]).lower())
+    found = config.speech.talker.speakers.get((names[0] if name is None else name).lower())
     if found is None:
         message = f"unknown speaker {str(name)[:60]!r}; known: {', '.join(names)}"
         raise RequestError(message, param="params.speaker", code="unknown_voice")
     return found
+
+
+def check_silent(params: ChatParams) -> None:
+    """Raises RequestError for a parameter of speech, where nothing speaks."""
+    unused = ChatParams()
+    for name in ChatParams.__struct_fields__:
+        if name.startswith(SPEECH_PARAMS) and getattr(params, name) != getattr(unused, name):
+            message = f"{name} is of speech, and this checkpoint has nothing that speaks; leave it out"
+            raise RequestError(message, param=f"params.{name}", code="unsupported_parameter")
 
 
 # ---- the talker's prompt --------------------------------------------------------------------------------
@@ -160,7 +173,10 @@ def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dic
 def windows(config: SpeechConfig, codes: Tensor | None, params: CodecParams) -> list[dict[str, Any]]:
     """Items of the walk `vocode`: all frames at once, or as the authors' code cuts them. Raises RequestError."""
     frames = _checked(config, codes)
-    size = params.codec_chunk_frames or len(frames)
+    size = min(params.codec_chunk_frames or len(frames), len(frames))
+    if size > MOST_AT_ONCE:
+        message = f"{size} frames of codes would be decoded at once; the limit is {MOST_AT_ONCE}; "
+        raise RequestError(f"{message}set codec_chunk_frames to at most that", param="params.codec_chunk_frames")
     left = LEFT_CONTEXT if params.codec_left_context is None else params.codec_left_context
     return list(_cut(frames, size=size, left=left))
 
@@ -182,6 +198,9 @@ def _checked(config: SpeechConfig, codes: Tensor | None) -> Tensor:
         raise RequestError(message, param="codes")
     if not codes.shape[1]:
         raise RequestError("codes has no frames; give at least one", param="codes")
+    if codes.shape[1] > (most := config.talker.max_positions):
+        message = f"codes has {codes.shape[1]} frames; the limit is {most}, of which no talker makes more; send fewer"
+        raise RequestError(message, param="codes")
     codes = codes.to(torch.int64)
     if codes.min() < 0 or codes.max() >= size:
         wrong = codes[(codes < 0) | (codes >= size)][0].item()
