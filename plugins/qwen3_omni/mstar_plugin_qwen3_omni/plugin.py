@@ -68,9 +68,6 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     use_audio_in_video: Annotated[bool, Meta(description="hear the sound of videos too")] = False
     chat_template_kwargs: TemplateParams | None = None
 
-    codec_left_context: (
-        Annotated[int, Meta(ge=1, le=MOST_CONTEXT, description="as of vocode, but chunks join by at least one")] | None
-    ) = None
     speaker: Annotated[str, Meta(max_length=256, description="null: Ethan")] | None = None
     talker_temperature: Heat | None = None
     talker_top_k: Kept | None = None
@@ -80,7 +77,9 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     code_predictor_temperature: Annotated[Heat, Meta(description="null: 1, or 0 if the talker's is")] | None = None
     code_predictor_top_k: Kept | None = None
     code_predictor_top_p: Mass | None = None
-    codec_left_context: Annotated[int, Meta(ge=1, description="frames decoded before a chunk; null: 25")] | None = None
+    codec_left_context: (
+        Annotated[int, Meta(ge=1, le=MOST_CONTEXT, description="frames decoded before a chunk; null: 25")] | None
+    ) = None
     speak_last_token: Annotated[bool, Meta(description="of an answer cut by its limit; the authors' code does not")] = (
         True
     )
