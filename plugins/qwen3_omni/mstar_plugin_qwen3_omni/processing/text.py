@@ -65,8 +65,8 @@ class Words(Vocabulary):
         return self.thinks and told.rfind(OPENING) > told.rfind(CLOSING)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is special. Tags that are tokens but not special, as those of thoughts and
-        calls in the release, are such for everybody who writes them."""
+        """Ids of a text in which nothing is special. Tags that are tokens but not special, as the release's of thoughts
+        and calls, are such for everybody who writes them."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
