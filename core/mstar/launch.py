@@ -45,9 +45,10 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits, ModelSpec, load_object, narrowed, tinies
 from mstar.plugin.validate import validate
 from mstar.server.app import create_app, route_names
+from mstar.server.convert import check_known, convert
 from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
-from mstar.server.native import GenerateRequest, check_known, check_request, convert
+from mstar.server.native import GenerateRequest, check_request
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
 from mstar.types import ProgressChunk, TensorChunk, TextChunk

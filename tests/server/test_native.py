@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from mstar.errors import RequestError
 from mstar.media.audio import encode_wav
 from mstar.plugin.spec import ModelSpec
-from mstar.server.native import GenerateRequest, convert, parse_json, read_request
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest, parse_json, read_request
 from mstar.types import AudioPart, Request, TensorPart, TextPart
 
 

@@ -30,10 +30,11 @@ import mstar
 from mstar.config import ServerConfig, did_you_mean
 from mstar.errors import RequestError
 from mstar.server import chat, images, openai
+from mstar.server.convert import convert
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.guard import Guard, Origins, Reported, StreamBroken, error_response
 from mstar.server.multipart import FORM
-from mstar.server.native import GenerateRequest, check_model, convert, parse_json
+from mstar.server.native import GenerateRequest, check_model, parse_json
 from mstar.server.results import JSON, NDJSON, SAFETENSORS, Form, NativeForm, Outputs
 from mstar.server.schema import openapi_document
 from mstar.types import Chunk, ImageChunk, TensorChunk

@@ -19,19 +19,8 @@ from mstar.errors import PluginError, RequestError
 from mstar.media.encode import check_format, open_encoder
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import native
-from mstar.server.native import (
-    MAX_PARTS,
-    MAX_SEED,
-    MAX_TIMEOUT_S,
-    ChatMessage,
-    GenerateRequest,
-    MediaSource,
-    Text,
-    check_values,
-    convert,
-    field_names,
-    short,
-)
+from mstar.server.convert import check_values, convert, field_names, short
+from mstar.server.native import MAX_PARTS, MAX_SEED, MAX_TIMEOUT_S, ChatMessage, GenerateRequest, MediaSource, Text
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent
 from mstar.server.tools import MAX_TOOLS, CallId, Tool, ToolCallInput

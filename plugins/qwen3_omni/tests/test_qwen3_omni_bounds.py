@@ -14,7 +14,7 @@ import torch
 from mstar.errors import RequestError
 from mstar.media.audio import decode_audio, encode_wav
 from mstar.plugin.spec import Limits
-from mstar.server.native import convert
+from mstar.server.convert import convert
 from mstar.types import AudioPart, ImagePart, Message, Request, TensorPart, TextPart, VideoPart
 from mstar_plugin_qwen3_omni.plugin import ChatParams, CodecParams
 from mstar_plugin_qwen3_omni.processing import OmniProcessor, media, spoken

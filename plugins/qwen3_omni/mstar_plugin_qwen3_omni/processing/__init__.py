@@ -115,7 +115,9 @@ class OmniProcessor(Processor):
         assert config.speech is not None
         places = prompt.positions.whole() if prompt.num_media else None
         speaker = spoken.speaker_id(config, params.speaker)
-        begin = spoken.talker_prompt(config, torch.tensor(prompt.ids), places, speaker=speaker)
+        ids = torch.tensor(self.reader.words.without_thought(prompt.ids))
+        places = places[: len(ids)] if places is not None else None
+        begin = spoken.talker_prompt(config, ids, places, speaker=speaker)
         length = len(next(iter(begin.values())))
         room = min(self.limits.max_model_len, config.speech.talker.max_positions) - length
         fields = spoken.speech_fields(params, generation=generation, room=room)

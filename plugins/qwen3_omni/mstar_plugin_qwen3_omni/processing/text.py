@@ -64,6 +64,13 @@ class Words(Vocabulary):
         told = b"".join(map(self.spelling, ids[begin:])).decode(errors="replace")
         return self.thinks and told.rfind(OPENING) > told.rfind(CLOSING)
 
+    def without_thought(self, ids: list[int]) -> list[int]:
+        """A prompt without the empty thought that may end it: what follows is an answer's beginning all the same."""
+        head = max((place for place, token in enumerate(ids) if token == self._start), default=0) + 3
+        told = b"".join(map(self.spelling, ids[head:])).decode(errors="replace")
+        is_empty = self.thinks and not told.replace(OPENING, "").replace(CLOSING, "").strip()
+        return ids[:head] if is_empty else ids
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which nothing is special. Tags that are tokens but not special, as the release's of thoughts
         and calls, are such for everybody who writes them."""
