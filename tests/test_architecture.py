@@ -40,18 +40,11 @@ MODEL_WORDS = (
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|common|managers?|helpers?)$")
 PLUGIN_MAY_IMPORT = ("mstar.plugin", "mstar.layers", "mstar.types", "mstar.errors")
 PLUGIN_FILES = {
-    "__init__",
-    "plugin",
-    "config",
-    "graph",
-    "processing",
-    "nodes",
-    "modeling",
-    "weights",
-    "tiny",
-    "placements",
-}
-NO_TORCH = ("graph", "states", "spec", "hooks", "loader", "validate", "program", "draw", "session", "checkpoint")
+    "__init__", "plugin", "config", "graph", "processing", "nodes", "modeling", "weights", "tiny", "placements",
+}  # fmt: skip
+NO_TORCH = (
+    "graph", "states", "spec", "hooks", "loader", "validate", "program", "draw", "session", "checkpoint", "fields",
+)  # fmt: skip
 
 FILE_LINES = 400
 FUNCTION_LINES = 60

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,7 +23,8 @@ from mstar import config
 from mstar.cli import cli, main
 from mstar.config import EngineConfig, ServerConfig, read_environment
 from mstar.plugin import loader
-from mstar.plugin.loader import InstalledPlugin
+from mstar.plugin.loader import InstalledPlugin, LoadedPlugin
+from mstar.plugin.spec import Task
 
 COMMANDS = ["bench", "cache", "compile", "doctor", "graph", "plan", "plugins", "run", "serve"]
 OWN_FLAGS = {
@@ -33,6 +36,7 @@ OWN_FLAGS = {
         "--log-level",
         "--num-frames",
         "--out",
+        "--outputs",
         "--param",
         "--plot",
         "--request",
@@ -221,6 +225,8 @@ def test_help_gives_units_and_defaults(run: Run) -> None:
             ["serve", "--tensor-parallel-size", "2"],
             "no --tensor-parallel-size: 'tensor_parallel' in a file for --placement",
         ),
+        (["serve", "--omni"], "no --omni: every model is served with all that it can do; leave it out"),
+        (["run", "--image", "absent.png", "--plugin", "x"], "absent.png: there is no such file"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(run: Run, arguments: list[str], words: str) -> None:
@@ -345,6 +351,15 @@ def test_without_plugin_several_installed_are_listed(
     assert not launched
 
 
+def test_without_plugin_the_one_whose_published_checkpoint_is_asked_for_is_used(
+    run: Run, launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_installed(monkeypatch, "echo", "parrot")
+    _, _, err = run("serve", "mstar/echo")
+    assert (launched[0][0].plugin, launched[0][0].model) == ("echo", "mstar/echo")
+    assert "using plugin 'echo', whose published checkpoint this is" in err
+
+
 def test_without_any_plugin_serve_says_how_to_get_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     only_installed(monkeypatch)
     code, _, err = run("serve")
@@ -404,6 +419,18 @@ def test_run_refuses_what_is_no_request(run: Run, tmp_path: Path, content: bytes
     code, _, err = run("run", "--plugin", "echo", "--request", str(path), "--voice", "x")
     assert code == 2
     assert words in err
+
+
+@pytest.mark.parametrize(("fields", "param"), [(("speaker", "n"), "speaker"), (("voice", "speaker"), "voice")])
+def test_run_gives_what_is_wanted_and_the_voice_by_the_name_the_model_has(
+    run: Run, launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], param: str
+) -> None:
+    task = Task(params=msgspec.defstruct("Params", [(name, str, "") for name in fields]))
+    spec = replace(loader.load("echo").spec, tasks={"speech": task})
+    monkeypatch.setattr(loader, "load", lambda name: LoadedPlugin(spec=spec, distribution="d", version="1"))
+    run(*"run --plugin echo --text hello --outputs".split(), "text, audio", "--voice", "nobody")
+    request = launched[0][1]
+    assert request["outputs"] == ["text", "audio"] and request["params"] == {param: "nobody"}
 
 
 def test_run_refuses_settings_that_only_a_server_has(run: Run, tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_a_server_says_what_it_does_answers_and_drains(server: Any) -> None:
     order = [
         "mstar 0.",
         "plugin: echo",
+        "plugin echo 0.1",
         "lm: weights",
         "Available routes:",
         "POST /v1/generate",
@@ -223,6 +224,7 @@ def test_a_server_says_what_it_does_answers_and_drains(server: Any) -> None:
     ]
     assert [log.find(words) for words in order] == sorted(log.find(words) for words in order), log
     assert all(words in log for words in order)
+    assert "max_body_bytes" not in log  # only settings that are not the default
     assert "api_key: '***'" in log and "anyone who can reach" not in log
     assert httpx.get(f"{url}/v1/models").status_code == 401
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=10) as client:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mstar.observe import hide, printable, progress, redact, setup_logging
+from mstar.observe import about, hide, printable, progress, redact, setup_logging, size_text
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +91,28 @@ def test_progress_ends_with_one_line_that_says_how_much_was_done(capsys: pytest.
     shown = capsys.readouterr().err
     assert "loading weights: 3.0 MiB in" in shown
     assert "reading: 1 files in" in shown
+
+
+def test_progress_says_what_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    with about("encoder"), progress("loading 3 tensors", 1, "bytes"):
+        pass
+    with progress("reading", None, "files"):
+        pass
+    shown = capsys.readouterr().err
+    assert ": encoder: loading 3 tensors" in shown and ": reading" in shown
+
+
+def test_sizes_are_told_in_a_unit_that_suits_them() -> None:
+    assert [size_text(size) for size in (0, 400_000, 3 * 2**30)] == ["0.0 MiB", "0.4 MiB", "3.00 GiB"]
+
+
+def test_the_http_server_speaks_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info")
+    logging.getLogger("uvicorn.error").info("Shutting down")
+    logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
+    shown = capsys.readouterr().err
+    assert "uvicorn: Shutting down" in shown and "ASGI" not in shown
 
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:

@@ -10,11 +10,12 @@ import dataclasses
 import difflib
 import functools
 import ipaddress
+import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _amounts(value: Any) -> dict[str, int]:
-    """Kind of media -> how many, from a mapping or "image=3,video=1"."""
+    """Kind of media -> how many, from a mapping, as JSON too, or "image=3,video=1"."""
+    value = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
     given = value if isinstance(value, Mapping) else _text(value).split(",")
     pairs = given.items() if isinstance(given, Mapping) else [one.partition("=")[::2] for one in given]
     found = {str(kind).strip(): _integer(number) for kind, number in pairs}
@@ -443,9 +445,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return did_you_mean(word, names) or f"; known: {', '.join(names) or 'none'}"
 
 
+def close_and_known(word: str, known: Sequence[str]) -> str:
+    """What to append to "unknown X" where all is listed: close matches, then all that is known, in its order."""
+    return f"{did_you_mean(word, known) or ';'} known: {', '.join(known) or 'none'}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The same with close matches, or nothing."""
-    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(word[:60], sorted(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -33,21 +33,22 @@ from starlette.applications import Starlette
 
 import mstar
 from mstar import planning
-from mstar.config import GIB, HIDDEN, EngineConfig, ServerConfig, choose_threads, environment, flags, num_cores
+from mstar.config import HIDDEN, EngineConfig, ServerConfig, choose_threads, default, environment, flags, num_cores
 from mstar.errors import ConfigError
 from mstar.ipc.channel import WorkerEnd, memory_channel
 from mstar.ipc.messages import Dead, WorkerStatus
 from mstar.layers import kernels, shims
 from mstar.model import Model, find_model
-from mstar.observe import printable, progress
+from mstar.observe import printable, progress, size_text
 from mstar.placement import Placement
 from mstar.plugin.graph import Graph
-from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
+from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, tinies
 from mstar.processes import STOP_S, Processes
 from mstar.server.app import create_app, route_names
+from mstar.server.convert import check_known, convert
 from mstar.server.engine import Engine, served_names
 from mstar.server.guard import Connection
-from mstar.server.native import GenerateRequest, check_known, check_request, convert
+from mstar.server.native import GenerateRequest, check_request
 from mstar.server.requests import contained
 from mstar.server.results import Outputs
 from mstar.types import ProgressChunk, TensorChunk, TextChunk
@@ -270,6 +271,10 @@ def _shown(config: EngineConfig | ServerConfig) -> dict[str, Any]:
     return shown | dict.fromkeys(secret, HIDDEN)
 
 
+def _is_changed(name: str, *configs: EngineConfig | ServerConfig) -> bool:
+    return any(getattr(config, name) != default(type(config), name) for config in configs if hasattr(config, name))
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -280,11 +285,16 @@ def _is_loopback(host: str) -> bool:
 async def _serve(config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
     logger.info("mstar %s", mstar.__version__)
     settings = _shown(config) | _shown(server_config)
-    logger.info("configuration:\n%s", yaml.safe_dump(settings, sort_keys=False).rstrip())
+    logger.debug("all settings:\n%s", yaml.safe_dump(settings, sort_keys=False).rstrip())
+    changed = {name: value for name, value in settings.items() if _is_changed(name, config, server_config)}
+    logger.info("settings that are not the default:\n%s", yaml.safe_dump(changed, sort_keys=False).rstrip())
     host = server_config.host
     if not server_config.api_key and not _is_loopback(host):
         logger.warning("anyone who can reach %s can use this server; set --api-key or MSTAR_API_KEY", host)
     model = find_model(config)
+    spec, found = model.plugin.spec, model.checkpoint
+    kind = "random weights, for trying things out" if spec.tiny and config.model in tinies(spec) else "model"
+    logger.info("plugin %s %s, %s in %s", spec.name, model.plugin.version, kind, found.folder)
     async with started_engine(config, model=model) as engine:
         gc.collect()
         gc.freeze()  # what is loaded stays; a full collection that walked it again would stop every stream meanwhile
@@ -339,6 +349,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests, end those left with an error, and then for what is still being sent."""
         deadline = time.monotonic() + self._drain_s
+        if self._engine.num_active and not self.force_exit:
+            line = "stopping: requests that run: %d; they get up to %g s to end; interrupt again to cut them off"
+            logger.info(line, self._engine.num_active, self._drain_s)
         while self._engine.num_active and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.is_cut = self._engine.num_active > 0
@@ -351,9 +364,9 @@ class Server(uvicorn.Server):
 def _plan_lines(engine: Engine) -> Iterator[str]:
     length = engine.state.max_model_len
     for name, weights_bytes, kv_bytes, kv_tokens in engine.state.plan or ():
-        line = f"{name}: weights {weights_bytes / GIB:.2f} GiB"
+        line = f"{name}: weights {size_text(weights_bytes)}"
         if kv_tokens:
-            line += f", KV {kv_bytes / GIB:.2f} GiB = {kv_tokens:,} tokens"
+            line += f", KV {size_text(kv_bytes)} = {kv_tokens:,} tokens"
             line += f", max concurrency at full length ({length:,}): {kv_tokens / length:.1f}"
         yield line
 
@@ -399,7 +412,7 @@ async def _run(
                     done = chunk.step
         assert handle.result is not None
         try:
-            await asyncio.to_thread(outputs.write, out, handle.result)
+            names = await asyncio.to_thread(outputs.write, out, handle.result)
             if draw is not None:
                 tensors = {chunk.name: chunk.tensor for chunk in outputs.joined() if isinstance(chunk, TensorChunk)}
                 drawn = await asyncio.to_thread(draw, handle.request, tensors, model.checkpoint.config, out)
@@ -409,5 +422,6 @@ async def _run(
         for chunk in outputs.joined():
             if isinstance(chunk, TextChunk) and chunk.channel == "answer":
                 sys.stdout.write(printable(chunk.text) + "\n")
-        logger.info("%s after %.2f s: wrote %s", handle.result.finish_reason, handle.result.timings["total_s"], out)
+        reason, seconds = handle.result.finish_reason, handle.result.timings["total_s"]
+        logger.info("%s after %.2f s: wrote %s to %s", reason, seconds, ", ".join(names), out)
     return 0

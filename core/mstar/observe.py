@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mstar")  # of whoever makes progress
 
 _SECRETS = re.compile(
     r"""(?ix)
@@ -29,6 +30,7 @@ _SECRETS = re.compile(
 )
 _SHORTEST_HIDDEN = 8  # what is shorter also stands in ordinary words
 _hidden: set[str] = set()
+_subject: ContextVar[str] = ContextVar("subject", default="")
 _ENCODED = re.compile(r"[A-Za-z0-9+/_-]{256,}={0,2}")
 
 
@@ -47,6 +49,8 @@ def redact(text: str) -> str:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        if record.name == "uvicorn.error":  # what all of uvicorn's lines are called, good ones too
+            record.name = "uvicorn"
         return redact(super().format(record))
 
 
@@ -74,7 +78,19 @@ def setup_logging(level: str) -> None:
 
 def _is_wanted(record: logging.LogRecord) -> bool:
     """Ours, plugins' and the HTTP server's lines; of other libraries only warnings and errors."""
+    if record.name == "uvicorn.error" and record.msg == "ASGI callable returned without completing response.":
+        return False  # so streams that fail are broken; why has been said
     return record.levelno >= logging.WARNING or record.name.startswith(("mstar", "uvicorn"))
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Begin the descriptions of `progress` within the block with what they are about, such as a node's name."""
+    token = _subject.set(f"{subject}: ")
+    try:
+        yield
+    finally:
+        _subject.reset(token)
 
 
 @contextmanager
@@ -88,6 +104,7 @@ def progress(description: str, total: float | None, unit: str = "items") -> Iter
         total: how many units there are; None: not known.
         unit: "bytes" is shown as KB, MB, GB; anything else as it is.
     """
+    description = _subject.get() + description
     started = time.monotonic()
     count = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
     console = Console(stderr=True)
@@ -97,8 +114,13 @@ def progress(description: str, total: float | None, unit: str = "items") -> Iter
         task = bar.add_task(description, total=total)
         yield lambda amount: bar.advance(task, amount)
     done = bar.tasks[0].completed
-    amount = f"{done / 2**20:.1f} MiB" if unit == "bytes" else f"{done:g} {unit}"
+    amount = size_text(done) if unit == "bytes" else f"{done:g} {unit}"
     logger.info("%s: %s in %.1f s", description, amount, time.monotonic() - started)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as people read them: "0.4 MiB", "1.25 GiB"."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def printable(text: str) -> str:

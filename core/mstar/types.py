@@ -114,12 +114,14 @@ class Message:
     Args:
         tool_calls: of an assistant's turn.
         tool_call_id: of a tool's turn, if given: which call it answers.
+        reasoning: what an assistant thought before its turn; a model may look back at it, or not.
     """
 
     role: str
     parts: tuple[Part, ...]
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

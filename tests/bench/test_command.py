@@ -111,6 +111,24 @@ def test_a_server_that_cannot_work_is_not_measured(
     assert not Silence.asked
 
 
+def test_a_server_that_does_not_read_aloud_is_not_measured(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = json.dumps({"object": "list", "data": [{"id": "m", "endpoints": ["/v1/chat/completions"]}]}).encode()
+
+    def models(self: Silence) -> None:
+        self.send_response(200)
+        for name, value in (("Content-Type", "application/json"), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    monkeypatch.setattr(Silence, "do_GET", models, raising=False)
+    assert bench("--url", url) == 2
+    assert "has no /v1/audio/speech; it has /v1/chat/completions" in capsys.readouterr().err
+    assert not Silence.asked
+
+
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mstar.layers.attention import AttentionPlan, KVBatch, build_plan, choose_backend, decode_plan
 from mstar.layers.sampling import SamplingState, sample_plain
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.types import SamplingParams, TensorChunk
 from mstar.worker.graphs import CudaGraphs, GraphRunner
 

@@ -15,7 +15,8 @@ from PIL import Image
 from served import Served
 from torch import Tensor
 
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.server.results import Outputs, Result
 from mstar.types import Chunk, ImageChunk, TensorChunk, TextChunk
 

@@ -318,6 +318,7 @@ SEND = DynamicLoop("n", Call("lm.decode", sends={"code": "codes"}), carry=("last
     ("graph", "message"),
     [
         (two_lanes(Fixed(0)), "stream 'codes': Fixed size is 0; it must be an integer of at least 1"),
+        (two_lanes(Fixed(("size", 0))), "Fixed size is 0; it must be an integer of at least 1, or the name of a"),
         (two_lanes(Fixed(())), "stream 'codes': Fixed size is an empty schedule"),
         (two_lanes(LeftContext(2, -1)), "LeftContext context is -1; it must be an integer of at least 0"),
         (two_lanes(SlidingWindow(2, 3)), "stride 3 is more than window 2"),

@@ -119,6 +119,8 @@ def test_errors_are_openai_shaped_on_every_route(serving: Callable[..., Any]) ->
     async def scenario() -> None:
         async with listening(serving) as (client, served):
             assert "routes: POST /v1/generate" in error_of(await client.get("/nowhere"), 404)["message"]
+            message = error_of(await client.post("/v1/generates"), 404)["message"]
+            assert "did you mean /v1/generate? routes: " in message
             assert error_of(await client.get("/v1/generate/"), 404)["type"] == "not_found_error"
             response = await client.get("/v1/generate")
             assert "GET is not allowed" in error_of(response, 405)["message"] and response.headers["allow"] == "POST"

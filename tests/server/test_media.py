@@ -167,6 +167,10 @@ BAD_VIDEOS: list[tuple[dict[str, Any], str]] = [
     ({"frames": client.tensor("", np.zeros((1, 2, 2, 3), np.float32))["tensor"], "fps": 1}, "inputs.0.frames"),
     ({"frames": client.tensor("", np.zeros((0, 2, 2, 3), np.uint8))["tensor"], "fps": 1}, "inputs.0.frames"),
     ({"frames": client.tensor("", np.zeros((1, 2, 2, 3), np.uint8))["tensor"], "num_frames": 1}, "inputs.0.num_frames"),
+    *(
+        ({"frames": client.tensor("", np.zeros((4, 2, 2, 3), np.uint8))["tensor"], "fps": fps}, "inputs.0.fps")
+        for fps in (1e-3, 1e-30, 5e-324)
+    ),
 ]
 
 

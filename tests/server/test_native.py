@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from mstar.errors import RequestError
 from mstar.media.audio import encode_wav
 from mstar.plugin.spec import ModelSpec
-from mstar.server.native import GenerateRequest, convert, parse_json, read_request
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest, parse_json, read_request
 from mstar.types import AudioPart, Request, TensorPart, TextPart
 
 
@@ -84,7 +85,9 @@ def test_the_task_follows_from_inputs_and_outputs(parrot_spec: ModelSpec, fields
         (text(params={"stop": ["\ud800"]}), "params.stop.0", "valid Unicode"),
         (text(task="speech", session="s"), "session", "keeps no sessions"),
         ({"inputs": [{"type": "text", "text": 3}]}, "inputs.0.text", "is 3: must be str"),
-        ({"inputs": [{"type": "text", "text": "a", "x": 1}]}, "inputs.0.x", "unknown"),
+        ({"inputs": [{"type": "text", "text": "a", "x": 1}]}, "inputs.0.x", "is unknown; known: text"),
+        ({"inputs": [{"type": "video", "dat": "a"}]}, "inputs.0.dat", "did you mean data? known: data, frames"),
+        (text(params={"temprature": 1}), "params.temprature", "is unknown; did you mean temperature? known: "),
         ({"inputs": [{"type": "token_ids", "ids": [1, -1]}]}, "inputs.0.ids.1", "is -1"),
         ({"task": "speech", "inputs": [{"type": "token_ids", "ids": [1]}]}, "inputs.0", "no token_ids part; known"),
         ({"messages": [{"role": "user", "content": "x"}], "task": "speech"}, "messages", "takes 'inputs'"),

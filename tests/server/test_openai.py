@@ -118,6 +118,7 @@ def test_a_format_whose_encoder_is_missing_is_refused_and_not_replaced(
         ({"input": "a", "instructions": "shout"}, "instructions", "takes no instructions"),
         ({"input": "a", "language": "en"}, "language", "known: input, model"),
         ({"input": "a", "n": 2}, "n", "unknown"),
+        ({"input": "a", "extra_body": {}}, "extra_body", "is unknown: what it holds stands beside the other fields"),
     ],
 )
 def test_mistakes_name_the_field(parrot_spec: ModelSpec, body: dict[str, Any], param: str, words: str) -> None:

@@ -18,7 +18,8 @@ from mstar.plugin import loader
 from mstar.plugin.spec import ModelSpec
 from mstar.server import openai
 from mstar.server.app import create_app
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.server.schema import ErrorBody, GenerateResult, openapi_document
 
 PATHS = ["/v1/generate", "/v1/audio/speech", "/v1/models/{name:path}", "/health"]

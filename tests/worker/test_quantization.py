@@ -11,7 +11,8 @@ import torch
 
 from mstar.errors import ConfigError
 from mstar.layers import quantized
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.types import TextChunk
 
 

@@ -77,6 +77,11 @@ def test_sizes_may_be_request_fields() -> None:
     assert read(Fixed("n"), 2, fields={"n": 2})[0] == ([0, 1], 2, True, False)
     with pytest.raises(RequestError, match="'n' is 0"):
         read(Fixed("n"), 2, fields={"n": 0})
+    assert read(Fixed(("window", 2)), 6, fields={"window": 3}) == [
+        ([0, 1, 2], 3, True, False), ([3, 4], 2, False, False), ([5], 1, False, True),
+    ]  # fmt: skip
+    with pytest.raises(RequestError, match="stream size 'window' is None"):
+        read(Fixed((2, "window")), 6)
 
 
 POLICIES = [Fixed(3), SlidingWindow(5, 2), SlidingWindow(4, 4), LeftContext((1, 2, 4), 3), LeftContext(2, 7), Whole()]

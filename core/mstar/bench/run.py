@@ -23,6 +23,7 @@ from mstar.bench.report import distribution, server_lag, summarize
 from mstar.client import APIError, AsyncClient, ClientError, ConnectionFailed
 from mstar.errors import ConfigError
 
+SPEECH = "/v1/audio/speech"
 _TICK_S = 0.01
 _NULL_CHUNKS, _NULL_BYTES, _NULL_ROUNDS = 12, 8192, 4  # a short answer, about two seconds of audio
 
@@ -106,6 +107,10 @@ async def _check_server(plan: Plan) -> None:
         except ClientError as error:  # other servers may have no such route
             if isinstance(error, APIError) and error.status == 503:
                 raise ConfigError(f"the server at {plan.url} cannot work now: {error}") from error
+        with contextlib.suppress(ClientError):
+            routes = [route for model in await client.models() for route in model.get("endpoints", (SPEECH,))]
+            if routes and SPEECH not in routes:
+                raise ConfigError(f"the server at {plan.url} has no {SPEECH}; it has {', '.join(sorted({*routes}))}")
 
 
 async def _metrics(client: AsyncClient) -> str:

@@ -23,8 +23,12 @@ from mstar.config import suggest
 from mstar.errors import MstarError
 
 # Flags that other servers have, and what there is instead.
+_NOT_NEEDED = "every model is served with all that it can do; leave it out"
 _ELSEWHERE = {
-    "--tensor-parallel-size": "'tensor_parallel' in a file for --placement does it; 'mstar plan' writes one",
+    "--tensor-parallel-size": ": 'tensor_parallel' in a file for --placement does it; 'mstar plan' writes one",
+    "--gpu-memory-utilization": ": the KV cache takes what memory is free; --kv-cache-memory-bytes says how much",
+    "--stage-configs-path": ": a plugin declares its stages; 'mstar graph' shows them",
+    **dict.fromkeys(("--omni", "--trust-remote-code", "--enable-auto-tool-choice"), f": {_NOT_NEEDED}"),
 }
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = cli.main(args=arguments, prog_name="mstar", standalone_mode=False)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption) and error.option_name in _ELSEWHERE:
-            said = f"there is no {error.option_name}: {_ELSEWHERE[error.option_name]}"
+            said = f"there is no {error.option_name}{_ELSEWHERE[error.option_name]}"
             error = click.UsageError(said, ctx=error.ctx)
         error.show()
         code = error.exit_code

@@ -52,7 +52,7 @@ class Check:
             state, detail, remedy = "note", str(error), ""
         except _FAILURES as error:
             state, detail, remedy = "problem" if self.is_vital else "note", str(error) or repr(error), self.remedy
-        click.echo(f"{state:8}{self.subject:15}{detail}")
+        click.echo(f"{state:8}{self.subject:14} {detail}")
         if remedy:
             click.echo(f"{'':23}-> {remedy}")
         return state != "problem"
@@ -190,6 +190,7 @@ def _plugin(name: str, *, found: str) -> str:
 def _checkpoint(plugin: str, *, model: str) -> str:
     """Where the files are and how much they hold. Reads headers of weights only, and downloads nothing."""
     from mstar.layers.weights import Weights
+    from mstar.observe import size_text
     from mstar.plugin import checkpoint, loader
 
     found = checkpoint.resolve(loader.load(plugin).spec, model, download=_downloaded)
@@ -199,8 +200,8 @@ def _checkpoint(plugin: str, *, model: str) -> str:
         if not files and model != checkpoint.TINY:
             raise ConfigError(f"{folder} has no weights ({', '.join(WEIGHTS)})")
         opened = [Weights.open(path) for path in sorted(folder.glob("*.index.json")) or files]
-        size = sum(weights.num_bytes for weights in opened) / config.GIB
-        lines.append(f"{folder}: {sum(len(weights.names) for weights in opened)} tensors, {size:.2f} GiB")
+        size = size_text(sum(weights.num_bytes for weights in opened))
+        lines.append(f"{folder}: {sum(len(weights.names) for weights in opened)} tensors, {size}")
     return "; ".join(lines)
 
 
@@ -272,5 +273,8 @@ def _address(host: str, *, port: int) -> str:
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-        probe.bind((where[0], port, *where[2:]))  # `where` has ports that are too large cut to 16 bits
+        try:
+            probe.bind((where[0], port, *where[2:]))  # `where` has ports that are too large cut to 16 bits
+        except OSError as error:
+            raise ConfigError(f"{host}:{port}: {error.strerror or error}") from error
     return f"{host}:{port} is free"

@@ -11,7 +11,7 @@ import click
 
 from mstar import config
 from mstar.config import Flag
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, PluginError
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ def engine_config(settings: dict[str, Any]) -> config.EngineConfig:
     from mstar import placement
     from mstar.plugin import checkpoint, loader
 
-    settings = settings | {"plugin": choose_plugin(settings.get("plugin"))}
+    settings = settings | {"plugin": choose_plugin(settings.get("plugin"), model=settings.get("model"))}
     engine = config.EngineConfig(**settings)
     spec = loader.load(engine.plugin).spec
     checkpoint.check(spec, engine.model)
@@ -85,8 +85,10 @@ def engine_config(settings: dict[str, Any]) -> config.EngineConfig:
     return engine
 
 
-def choose_plugin(name: str | None) -> str:
-    """The plugin asked for, or the only one installed. ConfigError otherwise, naming those installed."""
+def choose_plugin(name: str | None, *, model: str | None = None) -> str:
+    """The plugin asked for, the only one installed, or the only one that `model` is the published checkpoint of.
+    ConfigError otherwise, naming those installed.
+    """
     from mstar.plugin import loader
 
     if name is not None:
@@ -94,7 +96,18 @@ def choose_plugin(name: str | None) -> str:
     names = sorted({plugin.name for plugin in loader.installed()})
     if not names:
         raise ConfigError(NO_PLUGIN)
-    if len(names) > 1:
+    found = [name for name in names if model is not None and _checkpoint_of(name) == model] if names[1:] else names
+    if len(found) != 1:
         raise ConfigError(f"--plugin is missing and {len(names)} plugins are installed; give one of {', '.join(names)}")
-    click.echo(f"using plugin {names[0]!r}, the only one installed", err=True)
-    return names[0]
+    why = "whose published checkpoint this is" if names[1:] else "the only one installed"
+    click.echo(f"using plugin {found[0]!r}, {why}", err=True)
+    return found[0]
+
+
+def _checkpoint_of(name: str) -> str | None:
+    from mstar.plugin import loader
+
+    try:
+        return loader.load(name).spec.checkpoint
+    except (ConfigError, PluginError):  # it will be said of the plugin that is asked for
+        return None

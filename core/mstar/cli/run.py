@@ -33,7 +33,11 @@ _SERVER_ONLY = (
 )  # fmt: skip
 @click.option("--num-frames", type=click.IntRange(min=1), help="frames of each --video, spread  [default: the task's]")
 @click.option("--task", help="task of the request  [default: what inputs and outputs decide]")
-@click.option("--voice", help="the same as --param voice=NAME")
+@click.option(
+    "--outputs", metavar="KINDS",
+    help="what is wanted, such as text,audio  [default: the task's; mstar plugins lists kinds]",
+)  # fmt: skip
+@click.option("--voice", help="the same as --param voice=NAME, or speaker=NAME where that is what the model has")
 @click.option(
     "--param", "params", multiple=True, metavar="KEY=VALUE",
     help="a parameter of the request; the value is JSON, or text where it is not; repeatable",
@@ -49,13 +53,15 @@ _SERVER_ONLY = (
 @options.config_option
 def run(
     request_file: str | None, text: str | None, images: tuple[str, ...], videos: tuple[str, ...],
-    audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None, voice: str | None,
+    audios: tuple[str, ...], tensors: tuple[str, ...], num_frames: int | None, task: str | None,
+    outputs: str | None, voice: str | None,
     params: tuple[str, ...], seed: int | None, out: Path, plot: bool, config_file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Answer one request: print its text, and write result.json, tensors.safetensors and media files."""
     if num_frames is not None and not videos:
         raise click.UsageError("--num-frames chooses frames of a --video; there is none")
     sampling = {} if num_frames is None else {"num_frames": num_frames}
+    _check_files(image=images, video=videos, audio=audios)
     inputs: list[dict[str, Any]] = [{"type": "image", "data": source} for source in images]
     inputs += [{"type": "video", "data": source} | sampling for source in videos]
     inputs += [{"type": "audio", "data": source} for source in audios]
@@ -63,18 +69,37 @@ def run(
     inputs += [] if text is None else [{"type": "text", "text": text}]
     request, base = _request(request_file, inputs)
     request |= {name: value for name, value in (("task", task), ("seed", seed)) if value is not None}
-    more = read_params(params) | ({} if voice is None else {"voice": voice})
-    own = request.get("params") or {}
-    if more and isinstance(own, dict):  # else it is refused as in every request
-        request["params"] = own | more
+    more = read_params(params)
+    if outputs is not None:
+        request["outputs"] = [kind.strip() for kind in outputs.split(",")]
     settings = options.collect(given, config_file)
     log_level = settings.pop("log_level", config.environment().log_level)
     engine = options.engine_config(settings)
+    more |= {} if voice is None else {_voice_param(engine.plugin): voice}
+    own = request.get("params") or {}
+    if more and isinstance(own, dict):  # else it is refused as in every request
+        request["params"] = own | more
 
     from mstar import launch, observe
 
     observe.setup_logging(log_level)
     sys.exit(launch.run(engine, request, out=out, base=base, plot=plot))
+
+
+def _check_files(**sources: tuple[str, ...]) -> None:
+    """Say at once, not when the model is loaded, which file is not there."""
+    for flag, names in sources.items():
+        for name in names:
+            if not name.startswith(("http:", "https:", "data:", "file:")) and not Path(name).is_file():
+                raise click.BadParameter(f"{name}: there is no such file", param_hint=f"--{flag}")
+
+
+def _voice_param(plugin: str) -> str:
+    from mstar.plugin import loader
+
+    tasks = loader.load(plugin).spec.tasks.values()
+    names = {field.name for task in tasks for field in msgspec.structs.fields(task.params)}
+    return "speaker" if "voice" not in names and "speaker" in names else "voice"
 
 
 def _request(file: str | None, inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], Path]:

@@ -224,7 +224,7 @@ def load_into(
     _materialise(module, dtype=dtype, device=torch.device(device))
     plan = _plan(module, weights, rename=rename, ignore=ignore)
     total = sum(source.nbytes for source, _ in plan)
-    with progress(f"loading {len(plan)} tensors of {weights.source}", total, "bytes") as advance, torch.no_grad():
+    with progress(f"loading {len(plan)} tensors of {weights.source.name}", total, "bytes") as advance, torch.no_grad():
         for source, memory in plan:
             memory.copy_(source)
             advance(source.nbytes)

@@ -4,7 +4,7 @@ Importing this package costs milliseconds and no torch. `Node` and `Task` here a
 graph, and a thing a model can be asked for. The `nn.Module` behind a component and its turn at a method carry the
 same names in `mstar.plugin.nodes`, which does import torch: a plugin's `nodes.py` imports from there. What a processor
 may use on media is in `mstar.plugin.media`, which imports numpy and FFmpeg; on tokens, in `mstar.plugin.text`; to find
-calls of tools in a text, in `mstar.plugin.tools`.
+calls of tools in a text, in `mstar.plugin.tools`. A checkpoint's JSON files are read with `mstar.plugin.fields`.
 """
 
 from mstar.errors import ConfigError, PluginError, RequestError

@@ -141,7 +141,8 @@ def _drawing(graph: parts.Graph) -> tuple[list[_Box], list[_Arrow]]:
     nodes = [_Box("card", [_words(node)], [_Box("step", [_words(m)]) for m in node.methods]) for node in graph.nodes]
     streams = []
     for stream in graph.streams:
-        ends = [f"{one.lines[0]} ⇒ {other.lines[0]}" for _, one, other, name in arrows if name == stream.name]
+        pairs = [(one, other) for _, one, other, name in arrows if name == stream.name]
+        ends = dict.fromkeys(f"{one.lines[0]} ⇒ {other.lines[0]}" for one, other in pairs)
         streams.append(_Box("card", [f"{stream.name}: {', '.join(ends)}; {_words(stream)}"]))
     states = [_Box("card", [_words(rule)]) for rule in (*graph.states.starts, *graph.states.thens)]
     arrows += [("then", walks[then.after], walks[then.walk], "then") for then in graph.states.thens]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mstar.plugin.thoughts import overlap
 from mstar.types import TextChunk, ToolCallChunk
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -42,7 +43,7 @@ class ToolCallReader:
                 text += before.rstrip()
                 calls.append(call)
                 self._has_called = True
-        kept = start if start >= 0 else len(self._held) - _overlap(self._held)
+        kept = start if start >= 0 else len(self._held) - overlap(self._held, _START)
         kept = len(self._held[:kept].rstrip())
         text, self._held = text + self._held[:kept], self._held[kept:]
         yield replace(chunk, text=text)
@@ -66,8 +67,3 @@ def _parsed(body: str, *, index: int) -> ToolCallChunk | None:
     arguments = found.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCallChunk(name, text, index)
-
-
-def _overlap(text: str) -> int:
-    """Length of the longest end of `text` that may be the start of a call."""
-    return next((n for n in range(min(len(text), len(_START) - 1), 0, -1) if text.endswith(_START[:n])), 0)

@@ -442,12 +442,10 @@ def _check_policy(stream: parts.Stream, at: _Report) -> None:
 
 
 def _check_size(size: parts.Size, place: str, least: int, at: _Report) -> None:
-    if isinstance(size, str):
-        return
     sizes = size if isinstance(size, tuple) else (size,)
     at.require(sizes, f"{place} is an empty schedule; give at least one size")
     for value in sizes:
-        wrong = f"{place} is {value!r}; it must be an integer of at least {least}"
+        wrong = f"{place} is {value!r}; it must be an integer of at least {least}, or the name of a request field"
         at.require(isinstance(value, str) or (isinstance(value, int) and value >= least), wrong)
 
 

@@ -27,13 +27,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import mstar
-from mstar.config import ServerConfig
+from mstar.config import ServerConfig, did_you_mean
 from mstar.errors import RequestError
 from mstar.server import chat, images, openai
+from mstar.server.convert import convert
 from mstar.server.engine import Engine, RequestHandle
 from mstar.server.guard import Guard, Origins, Reported, StreamBroken, error_response
 from mstar.server.multipart import FORM
-from mstar.server.native import GenerateRequest, check_model, convert, parse_json
+from mstar.server.native import GenerateRequest, check_model, parse_json
 from mstar.server.results import JSON, NDJSON, SAFETENSORS, Form, NativeForm, Outputs
 from mstar.server.schema import openapi_document
 from mstar.types import Chunk, ImageChunk, TensorChunk
@@ -120,16 +121,16 @@ class Surface:
             ExactRoute("/version", self.version, methods=["GET"]),
             ExactRoute("/openapi.json", self.openapi, methods=["GET"]),
         ]
+        if voices is not None:
+            self.routes.insert(1, ExactRoute("/v1/audio/voices", self.voices, methods=["GET"]))
+        if images.EDITS in engine.spec.endpoints:
+            self.routes.insert(1, ExactRoute("/v1/images/edits", self.edit, methods=["POST"]))
+        if images.GENERATIONS in engine.spec.endpoints:
+            self.routes.insert(1, ExactRoute("/v1/images/generations", self.draw, methods=["POST"]))
+        if chat.CHAT in engine.spec.endpoints:
+            self.routes.insert(1, ExactRoute("/v1/chat/completions", self.chat, methods=["POST"]))
         if openai.SPEECH in engine.spec.endpoints:
             self.routes.insert(1, ExactRoute("/v1/audio/speech", self.speech, methods=["POST"]))
-        if voices is not None:
-            self.routes.insert(2, ExactRoute("/v1/audio/voices", self.voices, methods=["GET"]))
-        if chat.CHAT in engine.spec.endpoints:
-            self.routes.append(ExactRoute("/v1/chat/completions", self.chat, methods=["POST"]))
-        if images.GENERATIONS in engine.spec.endpoints:
-            self.routes.append(ExactRoute("/v1/images/generations", self.draw, methods=["POST"]))
-        if images.EDITS in engine.spec.endpoints:
-            self.routes.append(ExactRoute("/v1/images/edits", self.edit, methods=["POST"]))
         if config.enable_metrics:
             self.routes.append(ExactRoute("/metrics", self.metrics, methods=["GET"]))
         self._openapi = openapi_document(
@@ -299,9 +300,13 @@ class Surface:
             headers |= error.headers or {}
             problem = "is not allowed on" if error.status_code == 405 else "finds no route at"
             routes, does = ", ".join(route_names(self.routes)), _OFFERED.get(scope["path"])
-            message, code = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}; routes: {routes}", None
+            paths = [route.path_format for route in self.routes] if error.status_code == 404 else []
+            hint = did_you_mean(scope["path"], paths) or ";"
+            message, code = f"{scope['method'][:20]} {problem} {scope['path'][:200]!r}{hint} routes: {routes}", None
             if error.status_code == 404 and does is not None:
                 message = f"this model, {self._engine.spec.name!r}, does not {does}, so there is no {scope['path']}; "
+                if scope["path"] == openai.SPEECH and chat.speaks(self._engine.spec):
+                    message += f"it answers aloud: POST {chat.CHAT} with modalities text and audio; "
                 message, code = f"{message}routes: {routes}", "unsupported_endpoint"
             error = RequestError(message, status=error.status_code, code=code)
         elif not isinstance(error, RequestError):

@@ -19,19 +19,8 @@ from mstar.errors import PluginError, RequestError
 from mstar.media.encode import check_format, open_encoder
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import native
-from mstar.server.native import (
-    MAX_PARTS,
-    MAX_SEED,
-    MAX_TIMEOUT_S,
-    ChatMessage,
-    GenerateRequest,
-    MediaSource,
-    Text,
-    check_values,
-    convert,
-    field_names,
-    short,
-)
+from mstar.server.convert import check_values, convert, field_names, short
+from mstar.server.native import MAX_PARTS, MAX_SEED, MAX_TIMEOUT_S, ChatMessage, GenerateRequest, MediaSource, Text
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent
 from mstar.server.tools import MAX_TOOLS, CallId, Tool, ToolCallInput
@@ -103,8 +92,8 @@ class SpokenTurn(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatTurn(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message. An earlier answer may be sent back as it came: `images` are then parts after its text, and
-    `reasoning_content` is left out, as are names.
+    """A message. An earlier answer may be sent back as it came: `images` are then parts after its text, and names are
+    left out.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -172,6 +161,11 @@ def chat_tasks(spec: ModelSpec) -> dict[str, Task]:
     if not (found := {name: task for name, task in spec.tasks.items() if task.messages}):
         raise PluginError(f"plugin {spec.name!r} names the endpoint {CHAT}, but no task of it takes messages")
     return found
+
+
+def speaks(spec: ModelSpec) -> bool:
+    """Whether chat is answered aloud."""
+    return CHAT in spec.endpoints and any("audio" in task.outputs for task in chat_tasks(spec).values())
 
 
 def read_chat(body: Any, *, spec: ModelSpec) -> tuple[GenerateRequest, ChatForm]:
@@ -247,7 +241,10 @@ def _message(turn: ChatTurn, *, place: int, names: dict[str, str]) -> ChatMessag
         names[f"{at}.content.{number}"] = name
         parts.append(kind)
     role = "system" if turn.role == "developer" else turn.role
-    return ChatMessage(role=role, content=parts, tool_calls=turn.tool_calls or [], tool_call_id=turn.tool_call_id)
+    return ChatMessage(
+        role=role, content=parts, tool_calls=turn.tool_calls or [], tool_call_id=turn.tool_call_id,
+        reasoning_content=turn.reasoning_content,
+    )  # fmt: skip
 
 
 def _spoken(turn: ChatTurn, *, at: str) -> list[tuple[str, Content]]:

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from mstar.errors import PluginError, RequestError
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import native
+from mstar.server.convert import check_values, convert, field_names, short
 from mstar.server.multipart import parse_form
 from mstar.server.native import (
     MAX_PARTS,
@@ -27,10 +28,6 @@ from mstar.server.native import (
     MediaSource,
     Text,
     TextInput,
-    check_values,
-    convert,
-    field_names,
-    short,
 )
 from mstar.server.openai import check_param, reworded, split_params
 from mstar.server.results import JSON, Form, Outputs, Result, encode_media, error_fields, server_sent

@@ -9,13 +9,11 @@ from __future__ import annotations
 import binascii
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,6 +28,7 @@ from mstar.media.policy import MediaPolicy
 from mstar.media.reader import MediaReader
 from mstar.media.video import Sampling
 from mstar.plugin.spec import ModelSpec, Task
+from mstar.server.convert import check_known, convert, field_names, short
 from mstar.server.tools import MAX_TEXT, MAX_TOOLS, Text, Tool, ToolCallInput, check_tools
 from mstar.types import (
     AudioPart,
@@ -53,7 +52,6 @@ _MOST_VALUES = 1 << 21  # of a whole body, by its commas
 MAX_FRAMES = 1 << 16
 """Most frames that one video part asks for; what the operator allows is less."""
 MediaSource = Annotated[str, Meta(description="a data URI in base64, or where the operator allows it a URL or a file")]
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 
@@ -114,16 +112,17 @@ class TensorInput(Struct, tag="tensor", tag_field="type", kw_only=True, forbid_u
 
 
 Input = TextInput | TokensInput | AudioInput | ImageInput | VideoInput | TensorInput
-_KINDS = [kind.__struct_config__.tag for kind in get_args(Input)]
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`tool_calls` are an assistant's, `tool_call_id` is a tool's: which of the calls before it this answers."""
+    """`tool_calls` and `reasoning_content` are an assistant's; the latter reaches models that look back at it.
+    `tool_call_id` is a tool's: which of the calls before it this answers."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | Annotated[list[Input], Meta(max_length=MAX_PARTS)]
     tool_calls: Annotated[list[ToolCallInput], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    reasoning_content: Text | None = None
 
     @property
     def parts(self) -> list[Input]:
@@ -147,8 +146,6 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 # ---- validation -------------------------------------------------------------------------------------------------
-
-_Wire = TypeVar("_Wire")
 
 
 def parse_json(body: bytes) -> Any:
@@ -184,102 +181,6 @@ def _number(text: str) -> float:
 
 # Numbers are read by a function of ours, since Python's own would hold up all other threads to the end of the body.
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=_number, parse_float=_number, parse_constant=_number)
-
-
-def convert(value: Any, kind: type[_Wire], *, prefix: str = "", more: Iterable[str] = ()) -> _Wire:
-    """`value` (built-in types) as a wire type. Raises RequestError that names the field, its value and its limits.
-
-    Args:
-        prefix: what comes before the field in `param`, such as "params.".
-        more: names the client may also use, to be listed beside the type's own.
-    """
-    try:
-        check_values(value, prefix=prefix)
-        return msgspec.convert(value, kind)
-    except RecursionError as error:
-        raise RequestError("the request is nested too deeply; no field needs more than a few levels") from error
-    except msgspec.ValidationError as error:
-        raise _explained(error, value=value, kind=kind, prefix=prefix, more=more) from error
-
-
-def _explained(
-    error: msgspec.ValidationError, *, value: Any, kind: type[Any], prefix: str, more: Iterable[str]
-) -> RequestError:
-    text, _, where = str(error).replace(" - at `key` in `$", " as a key - at `$").partition(" - at `$")
-    path = [step for step in re.split(r"[.\[\]`]+", where) if step]
-    if found := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
-        name = prefix + ".".join([*path, found[2]])
-        if found[1] == "missing required":
-            return RequestError(f"{name!r} is missing", param=name)
-        known = f"; known: {', '.join([*field_names(kind), *more]) or 'none'}" if not path else ""
-        return RequestError(f"{short(name)} is unknown{known}", param=name[:60] or None, code="unknown_parameter")
-    if text.startswith("Invalid value") and path[-1:] == ["type"]:
-        text = f"must be one of {', '.join(_tags(kind, path[:-1]) or _KINDS)}"
-    elif text.startswith("Invalid enum value"):
-        text = f"must be {_choices(kind, path)}"
-    for step in path:
-        value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
-    name = prefix + ".".join(path)
-    shown = f" is {short(value)}" if path and isinstance(value, int | float | str | None) else ""
-    text = re.sub(r"Expected (.*)", r"must be \1", text).replace("`", "")
-    return RequestError(f"{name or 'the request'}{shown}: {text}", param=name or None)
-
-
-def _choices(kind: type[Any], path: list[str]) -> str:
-    """What a Literal accepts that stands in a wire type."""
-    values = [value for part in _types_at(kind, path) if get_origin(part) is Literal for value in get_args(part)]
-    return repr(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
-
-
-def _tags(kind: type[Any], path: list[str]) -> list[str]:
-    """The values of `type` of the parts that stand there in a wire type."""
-    return [part.__struct_config__.tag for part in _types_at(kind, path) if hasattr(part, "__struct_config__")]
-
-
-def _types_at(kind: Any, path: list[str]) -> list[Any]:
-    """The types of which a value is one, by its place in a wire type; unions and annotations taken apart."""
-    if get_origin(kind) in (Annotated, Union, UnionType):
-        kinds = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
-        return [found for one in kinds for found in _types_at(one, path)]
-    if not path:
-        return [kind]
-    if get_origin(kind) is list:
-        return _types_at(get_args(kind)[0], path[1:])
-    fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_config__") else ()
-    return [found for field in fields if field.encode_name == path[0] for found in _types_at(field.type, path[1:])]
-
-
-def short(value: Any) -> str:
-    """A value as errors show it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
-
-
-def check_values(value: Any, *, prefix: str = "") -> None:
-    """Refuse, before they reach a tensor or tokeniser, NaN, infinity, integers over 64 bits and lone surrogates."""
-    if isinstance(value, dict | list):
-        # Keys are checked too, by their place.
-        for key, item in [*enumerate(value), *(value.items() if isinstance(value, dict) else ())]:
-            check_values(item, prefix=f"{prefix}{str(key)[:60]}.")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(f"{prefix[:-1]} is {value}; it must be finite", param=prefix[:-1])
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"{prefix[:-1]} is {short(value)}; it must fit 64 bits", param=prefix[:-1])
-    elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-        raise RequestError(f"{prefix[:-1]} is {short(value)}; it must be valid Unicode", param=prefix[:-1])
-
-
-def field_names(kind: type[Any]) -> list[str]:
-    """Names of a wire type's fields, in order."""
-    return [field.encode_name for field in msgspec.structs.fields(kind)]
-
-
-def check_known(
-    value: str, known: Iterable[str], problem: str, *, param: str, status: int = 400, code: str | None = None
-) -> None:
-    """Raises RequestError if `value` is not known: `problem`, followed by what is."""
-    if value not in known:
-        raise RequestError(f"{problem} {', '.join(known) or 'none'}", param=param, status=status, code=code)
 
 
 def check_model(model: str, *, names: tuple[str, ...]) -> None:
@@ -340,7 +241,7 @@ def read_request(
 
 def _message(turn: ChatMessage, parts: tuple[Part, ...]) -> Message:
     calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls)
-    return Message(turn.role, parts, calls, turn.tool_call_id)
+    return Message(turn.role, parts, calls, turn.tool_call_id, turn.reasoning_content or "")
 
 
 def _check_amounts(wire: GenerateRequest, most: Mapping[str, int]) -> None:
@@ -491,9 +392,12 @@ class _Parts:
         if len(frames) > (most := self.reader.budget.policy.max_video_frames):
             message = f"{where} are {len(frames)}; the limit is {most}; send fewer, or raise --max-video-frames"
             raise RequestError(message, param=where, code="media_too_large")
+        if (lasts := len(frames) / part.fps) > (longest := self.reader.budget.policy.max_video_s):
+            message = f"{param} lasts {lasts:.1f} s, {len(frames)} frames at {part.fps:g} a second; the limit is "
+            message += f"{longest:g} s; send fewer, or raise fps or --max-video-duration"
+            raise RequestError(message, param=f"{param}.fps", code="media_too_large")
         self.reader.budget.take(frames.numel(), f"{len(frames)} frames", where)
-        times = np.arange(len(frames), dtype=np.float32) / np.float32(part.fps)
-        return VideoPart(frames.numpy(), times, duration_s=len(frames) / part.fps)
+        return VideoPart(frames.numpy(), np.arange(len(frames), dtype=np.float32) / np.float32(part.fps), None, lasts)
 
 
 def _file(name: str, *, base: Path, param: str) -> Path:

@@ -13,7 +13,8 @@ from msgspec import Meta, Struct
 from mstar.errors import RequestError
 from mstar.media.encode import FORMATS, AudioEncoder, check_format, open_encoder
 from mstar.plugin.spec import ModelSpec, Task
-from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput, convert, field_names, short
+from mstar.server.convert import convert, field_names, unknown_field
+from mstar.server.native import MAX_SEED, MAX_TIMEOUT_S, GenerateRequest, Text, TextInput
 from mstar.server.results import Form, Outputs, Result, error_fields, server_sent
 from mstar.types import AudioChunk, Chunk, Request
 
@@ -62,9 +63,10 @@ def split_params(
         if name in own_names or is_nothing or (name not in known and name in neutral and value == neutral[name]):
             continue
         if name not in known:
-            text = f"this model takes no {name}; " if name in neutral else f"{short(name)} is unknown; "
-            code = "unsupported_parameter" if name in neutral else "unknown_parameter"
-            raise RequestError(f"{text}known: {', '.join([*own_names, *known])}", param=name[:60] or None, code=code)
+            if name not in neutral:
+                raise unknown_field(name, [*own_names, *known], name=name)
+            text = f"this model takes no {name}; known: {', '.join([*own_names, *known])}"
+            raise RequestError(text, param=name, code="unsupported_parameter")
         params[name] = value
     return fields, params
 

@@ -166,8 +166,11 @@ class Outputs:
         text, files = self._with_files(result)
         return safetensors.torch.save(files.tensors, metadata={"result": text.decode()})
 
-    def write(self, folder: Path, result: Result) -> None:
-        """Write result.json, tensors.safetensors and media files, with names of our choosing, into a folder."""
+    def write(self, folder: Path, result: Result) -> list[str]:
+        """Write result.json, tensors.safetensors and media files, with names of our choosing, into a folder.
+
+        Returns the names of the first and the last.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         text, files = self._with_files(result)
         safetensors.torch.save_file(files.tensors, folder / "tensors.safetensors")
@@ -175,6 +178,7 @@ class Outputs:
         shown = re.sub(rb"\[\n[-+.eE\d,\s]+\]", _on_one_line, shown)  # a string of JSON has no raw newline
         for name, data in (files.media | {"result.json": shown + b"\n"}).items():
             (folder / name).write_bytes(data)
+        return ["result.json", *files.media]
 
     def _with_files(self, result: Result) -> tuple[bytes, _Files]:
         outputs = self.joined(indices=result.indices)

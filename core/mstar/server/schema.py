@@ -16,8 +16,9 @@ import mstar
 from mstar.media.encode import FORMATS
 from mstar.plugin.spec import ModelSpec, Task
 from mstar.server import chat, images, openai
+from mstar.server.convert import field_names
 from mstar.server.multipart import FORM
-from mstar.server.native import DTYPES, GenerateRequest, Input, field_names
+from mstar.server.native import DTYPES, GenerateRequest, Input
 from mstar.server.results import JSON, NDJSON, SAFETENSORS
 
 SCHEMAS = "#/components/schemas/"

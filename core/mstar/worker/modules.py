@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mstar import observe
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
 from mstar.ipc.messages import Open
@@ -182,7 +183,8 @@ def load_node(
     node: Node, checkpoint: Checkpoint, *, name: str, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Fill a node's weights, and change it from outside as the settings say."""
-    node.load_weights(checkpoint, dtype=dtype, device=device)
+    with observe.about(name):
+        node.load_weights(checkpoint, dtype=dtype, device=device)
     node.eval().requires_grad_(False)
     if config.batch_invariant:
         set_batch_invariant(node)

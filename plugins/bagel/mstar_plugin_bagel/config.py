@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mstar.errors import ConfigError
+from mstar.plugin.fields import Fields, read_object
 
 CHECKPOINT = "ByteDance-Seed/BAGEL-7B-MoT"
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
 GROUPS = 32
 """Channels of the autoencoder are normalised in so many groups."""
 
@@ -185,7 +185,7 @@ def load(folder: Path, parts: Mapping[str, Path]) -> BagelConfig:
         vision=_part(fields, folder / "vit_config.json"),
         shapes=stored_shapes(weights_file(folder, "ema")),
         token_ids=_token_ids(folder),
-        generation=read_object(generation) if generation.exists() else {},
+        generation=read_object(generation, optional=True),
     )
 
 
@@ -205,16 +205,6 @@ def max_model_len(config: BagelConfig) -> int:
 
 
 # ---- files ----------------------------------------------------------------------------------------------
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found a {type(content).__name__}")
-    return content
 
 
 def weights_file(folder: Path, stem: str) -> Path:
@@ -259,74 +249,6 @@ def _token_ids(folder: Path) -> Mapping[str, int]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} does not list its special tokens: {error!r}; download it again") from error
     raise ConfigError(f"{folder} has no tokenizer.json; copy the tokenizer of {CHECKPOINT} there")
-
-
-class Fields:
-    """The fields of one object of a JSON file; each is checked as it is read."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        self.values = values
-        self.path = path
-        self.prefix = prefix
-
-    def refuse(self, name: str, problem: str, remedy: str = "correct it") -> ConfigError:
-        return ConfigError(f"{self.path}: {self.prefix}{name} is {self.values.get(name)!r}; {problem}: {remedy}")
-
-    def value(self, name: str, default: Any = None) -> Any:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"{self.path} lacks {self.prefix}{name}; add it as the model was trained with")
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self.value(name, default)
-        if not isinstance(value, str):
-            raise self.refuse(name, "expected a string")
-        return value
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(name, "expected a whole number of at least 1")
-        return value
-
-    def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
-        value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
-            raise self.refuse(name, "expected a number" + (f" above {above:g}" if above == 0 else ""))
-        return float(value)
-
-    def flag(self, name: str, default: bool | None = None) -> bool:
-        value = self.value(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, "expected true or false")
-        return value
-
-    def wholes(self, name: str, default: tuple[int, ...], *, count: int | None = None) -> tuple[int, ...]:
-        value = self.value(name, default)
-        wanted = f"{count} whole numbers" if count else "a list of whole numbers"
-        if not isinstance(value, list | tuple) or not value or (count and len(value) != count):
-            raise self.refuse(name, f"expected {wanted}")
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in value):
-            raise self.refuse(name, f"expected {wanted} of at least 1")
-        return tuple(value)
-
-    def activation(self, name: str, default: str) -> str:
-        if self.text(name, default) not in ACTIVATIONS:
-            raise self.refuse(name, f"known: {', '.join(ACTIVATIONS)}", "use another checkpoint")
-        return self.text(name, default)
-
-    def part(self, name: str, default: Mapping[str, Any] | None = None) -> Fields:
-        value = self.value(name, default)
-        if not isinstance(value, Mapping):
-            raise self.refuse(name, "expected an object")
-        return Fields(value, self.path, f"{self.prefix}{name}.")
-
-    def require(self, name: str, only: Any, why: str) -> None:
-        """Refuse any value but `only`, which also stands for a field left out."""
-        if self.values.get(name) not in (None, only):
-            raise self.refuse(name, f"{why}, so only {json.dumps(only)} can be served", "use another checkpoint")
 
 
 # ---- what the fields mean -------------------------------------------------------------------------------
@@ -448,6 +370,8 @@ def _autoencoder(fields: Fields) -> AutoencoderConfig:
     )
     if config.width % GROUPS:
         raise fields.refuse("ch", f"channels are normalised in {GROUPS} groups, so it must be a multiple of that")
+    if not config.multipliers:
+        raise fields.refuse("ch_mult", "expected a list of whole numbers, at least one")
     fields.require("downsample", config.downsample, f"ch_mult has {len(config.multipliers)} entries")
     return config
 

@@ -17,7 +17,6 @@ from mstar.errors import RequestError
 from mstar.server.native import GenerateRequest
 from mstar.server.results import Outputs
 from mstar.types import ImageChunk, ProgressChunk, Request, TextChunk
-from mstar_plugin_bagel.processing.text import Thoughts
 
 GREEDY = {"temperature": 0, "repetition_penalty": 1}
 SMALL = {"height": 16, "width": 24, "num_timesteps": 6}
@@ -312,23 +311,6 @@ def test_thinking_guides_by_what_was_known_before_it(model: Asked) -> None:
     assert "llm_cfg_img.prefill" not in drawn and drawn["llm.prefill"] == 2 and drawn["llm.decode"] == 3
     edited = counts(picture(1), text("blue"))
     assert edited["llm_cfg_img.flow"] == 3 and edited["llm_cfg_img.prefill"] == 1
-
-
-@pytest.mark.parametrize(
-    ("pieces", "thought", "answer"),
-    [
-        (["<think>a", "b</think>", "c"], "ab", "c"),
-        (["<", "think", ">a<", "/b", "</thi", "nk>c", "d"], "a</b", "cd"),
-        (["no <think>a</think>"], "", "no <think>a</think>"),
-        (["<thin"], "", "<thin"),
-        ([" \n<think>a", "</"], "a</", ""),
-        (["<think></think>"], "", ""),
-    ],
-)
-def test_thoughts_are_parted_from_answers(pieces: list[str], thought: str, answer: str) -> None:
-    parted = Thoughts()
-    found = [parted.feed(piece) for piece in pieces] + [parted.feed("", final=True)]
-    assert tuple(map("".join, zip(*found, strict=True))) == (thought, answer)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------

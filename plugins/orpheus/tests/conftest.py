@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mstar.media.audio import to_int16
 from mstar.plugin.spec import Checkpoint
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.server.results import Result
 from mstar.types import AudioChunk, Chunk, TensorChunk
 from mstar_plugin_orpheus import config, tiny

@@ -23,7 +23,8 @@ import pytest
 import mstar
 from mstar.cli import main
 from mstar.client import APIError, Audio, Client, StreamBroken, Tensor, tensor
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 
 ROOT = Path(__file__).parents[3]
 FRAME = 2048

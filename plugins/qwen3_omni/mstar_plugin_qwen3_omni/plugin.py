@@ -16,6 +16,9 @@ from mstar_plugin_qwen3_omni.config import CHECKPOINT
 MOST_OUTPUTS = 10
 """Samples of a text that a request asks for."""
 
+MOST_CONTEXT = 1024
+"""Frames that are decoded again before a chunk."""
+
 Heat = Annotated[float, Meta(ge=0, le=100, description="0 is greedy")]
 Count = Annotated[int, Meta(ge=1)]
 Kept = Annotated[int, Meta(ge=-1, description="keep the k likeliest; 0 or -1: all")]
@@ -29,7 +32,15 @@ class CodecParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Parameters of `vocode`: null chunk frames decode all at once, a number as the authors' code does, with holes."""
 
     codec_chunk_frames: Count | None = None
-    codec_left_context: Annotated[int, Meta(ge=0, description="frames decoded before a chunk; null: 25")] | None = None
+    codec_left_context: (
+        Annotated[int, Meta(ge=0, le=MOST_CONTEXT, description="frames decoded before a chunk; null: 25")] | None
+    ) = None
+
+
+class TemplateParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Variables of the chat template."""
+
+    enable_thinking: Annotated[bool, Meta(description="for checkpoints whose template asks for it")] | None = None
 
 
 class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +55,9 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    max_tokens: Annotated[int, Meta(ge=1, description="null: what the model's limit leaves")] | None = None
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="null: the checkpoint's, else 2048; or what the model's limit leaves")
+    ] | (None) = None
     thinker_max_tokens: Annotated[int, Meta(ge=1, description="another name of max_tokens")] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     ignore_eos: bool = False
@@ -53,6 +66,7 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] | (None) = None
     n: Annotated[int, Meta(ge=1, le=MOST_OUTPUTS, description="how many; of speech one")] = 1
     use_audio_in_video: Annotated[bool, Meta(description="hear the sound of videos too")] = False
+    chat_template_kwargs: TemplateParams | None = None
 
     speaker: Annotated[str, Meta(max_length=256, description="null: Ethan")] | None = None
     talker_temperature: Heat | None = None
@@ -63,6 +77,9 @@ class ChatParams(CodecParams, frozen=True, kw_only=True, forbid_unknown_fields=T
     code_predictor_temperature: Annotated[Heat, Meta(description="null: 1, or 0 if the talker's is")] | None = None
     code_predictor_top_k: Kept | None = None
     code_predictor_top_p: Mass | None = None
+    codec_left_context: (
+        Annotated[int, Meta(ge=1, le=MOST_CONTEXT, description="frames decoded before a chunk; null: 25")] | None
+    ) = None
     speak_last_token: Annotated[bool, Meta(description="of an answer cut by its limit; the authors' code does not")] = (
         True
     )

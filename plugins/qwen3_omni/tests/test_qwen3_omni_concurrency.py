@@ -10,6 +10,8 @@ import pytest
 import torch
 from asking import Answer, Asked, ask_for, text
 
+from mstar_plugin_qwen3_omni.config import OmniConfig
+
 RUNS = ("text", "image", "audio", "video", "image_audio", "video_audio")
 SPEAKERS = ("ethan", "chelsie", "aiden")
 ABORTED = {3: 1, 7: 3, 10: 8, 14: 0}
@@ -19,8 +21,9 @@ DRAWING: tuple[dict[str, Any], ...] = (
     {"top_k": 8, "talker_top_k": 10, "code_predictor_top_k": 6},
     {"temperature": 0.5, "top_k": 5, "talker_temperature": 0.6, "talker_top_k": 8, "code_predictor_temperature": 0.5},
 )
-# Few pages and rows, so that requests move to the host and back; small chunks of prompts; results taken late.
+# Few rows; small chunks of prompts; results taken late.
 TIGHT = {"max_num_batched_tokens": 23, "max_num_seqs": 6, "overlap": True}
+LONGEST = 256
 
 
 def wires(golden: Any) -> list[Any]:
@@ -81,12 +84,23 @@ def alone(golden: Any) -> Iterator[list[Answer]]:
     served.close()
 
 
-@pytest.mark.parametrize("settings", [{}, TIGHT, {"enforce_eager": True}], ids=["usual", "tight", "eager"])
-def test_mixed_requests_are_what_they_are_alone(golden: Any, alone: list[Answer], settings: dict[str, Any]) -> None:
+def room_for_one(config: OmniConfig) -> dict[str, Any]:
+    """Pages for one request of the longest, so that lanes and slots of the others move to the host and back."""
+    assert config.speech is not None
+    shapes = config.thinker.decoder, config.speech.talker.decoder
+    token_bytes = sum(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4 for shape in shapes)
+    return {"max_model_len": LONGEST, "block_size": 16, "kv_cache_memory_bytes": LONGEST * token_bytes}
+
+
+@pytest.mark.parametrize("setting", ["usual", "tight", "swapping", "eager"])
+def test_mixed_requests_are_what_they_are_alone(golden: Any, alone: list[Answer], setting: str) -> None:
+    swapping = room_for_one(golden.config)
+    settings = {"usual": {}, "tight": TIGHT, "swapping": swapping, "eager": {"enforce_eager": True}}[setting]
     served = Asked(plugin="qwen3_omni", model=str(golden.folder), **settings)
     try:
         found = served.run(_all(served, wires(golden)))
         served.assert_clean()
+        assert (served.worker.scheduler.num_swaps > 0) == (setting == "swapping")
     finally:
         served.close()
     for number, expected in enumerate(alone):

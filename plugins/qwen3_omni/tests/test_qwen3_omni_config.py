@@ -13,9 +13,12 @@ from asking import Asked, image, tensor, text
 from safetensors.torch import load_file, save_file
 
 from mstar.errors import ConfigError, RequestError
+from mstar.layers.quantized import quantize_int4
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.config import OmniConfig, load, published
+from mstar_plugin_qwen3_omni.config.decoder import MoEConfig
 from mstar_plugin_qwen3_omni.modeling.audio import AudioEncoder
+from mstar_plugin_qwen3_omni.modeling.moe import SparseMLP
 from mstar_plugin_qwen3_omni.modeling.thinker import Thinker
 from mstar_plugin_qwen3_omni.modeling.vision import VisionEncoder
 from mstar_plugin_qwen3_omni.weights import thinker as weights
@@ -70,6 +73,12 @@ def test_the_published_configuration_is_that_of_the_release() -> None:
     ("config.json", {"thinker_config__image_token_id": 999}, ["image_token_id is 999", "below vocab_size (352)"]),
     ("config.json", {"thinker_config__image_token_id": 7}, ["the tokenizer has <|image_pad|> at 328"]),
     ("config.json", {"thinker_config__text_config__rope_scaling__rope_type": "yarn"}, ["rope_type is 'yarn'"]),
+    ("config.json", {"talker_config__accept_hidden_layer": 4}, ["accept_hidden_layer is 4", "thinker, which has 4"]),
+    ("config.json", {"talker_config__position_id_per_seconds": 25}, ["position_id_per_seconds is 25", "only 13"]),
+    ("config.json", {"talker_config__spatial_merge_size": 1}, ["spatial_merge_size is 1", "only 2"]),
+    ("config.json", {"talker_config__codec_eos_token_id": 5}, ["codec_eos_token_id is 5", "ids are codes"]),
+    ("config.json", {"talker_config__speaker_id": {}}, ["speaker_id is {}", "names with their ids"]),
+    ("config.json", {"code2wav_config__num_quantizers": 8}, ["num_code_groups is 16", "code2wav_config has 8"]),
     ("preprocessor_config.json", {"feature_size": 80}, ["feature_size is 80", "num_mel_bins is 128"]),
     ("preprocessor_config.json", {"patch_size": 14}, ["patch_size is 14"]),
     ("preprocessor_config.json", {"do_normalize": False}, ["do_normalize is False"]),
@@ -140,6 +149,13 @@ def test_weights_fit_exactly(folder: Path, name: str, kind: str) -> None:
     assert f"{kind}: " in str(caught.value)
     if kind == "unexpected":
         assert name in str(caught.value)
+
+
+def test_four_bits_leave_what_is_routed_and_the_router() -> None:
+    with torch.random.fork_rng():
+        layer = SparseMLP(MoEConfig(hidden_size=256, num_experts=64, num_chosen=2, expert_size=128, shared_size=256))
+    kept = layer.router.weight
+    assert set(quantize_int4(layer).errors) == {"shared.gate_up", "shared.down"} and layer.router.weight is kept
 
 
 # ---- parts that are absent ------------------------------------------------------------------------------

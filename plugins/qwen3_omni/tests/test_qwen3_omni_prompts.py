@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 from asking import Asked, image, text, token_ids
+from msgspec import structs
 
 from mstar.errors import ConfigError, RequestError
 from mstar.plugin.spec import Limits
-from mstar.types import Emission, Encoded, Message, Request, TextChunk, TextPart, ToolCall, ToolCallChunk
+from mstar.types import (
+    Emission,
+    Encoded,
+    Message,
+    Request,
+    SamplingParams,
+    TextChunk,
+    TextPart,
+    ToolCall,
+    ToolCallChunk,
+)
 from mstar_plugin_qwen3_omni.plugin import ChatParams
 from mstar_plugin_qwen3_omni.processing import OmniProcessor
 from mstar_plugin_qwen3_omni.processing.text import NONCHARACTERS, ChatTemplate, Slot, Words
@@ -115,6 +126,8 @@ def test_ids_that_do_not_fit_media_are_refused(model: Asked, golden: Any) -> Non
             model.ask(token_ids(ids), picture)
     with pytest.raises(RequestError, match="no tokens left for inputs.2"):
         model.ask(token_ids([1, *[pad] * 6, 2]), picture, picture)
+    with pytest.raises(RequestError, match="ends with a token of media"):  # each answer begins with the last token
+        model.ask(token_ids([1, *[pad] * 6]), picture)
     framed = model.ask(token_ids([1]), picture, token_ids([2]), params={"max_tokens": 1}).result.prompt_token_ids
     tokens = golden.config.thinker.tokens
     assert framed == [1, tokens.vision_start, *[pad] * 6, tokens.vision_end, 2]
@@ -137,6 +150,61 @@ def test_a_prompt_too_long_and_limits_of_answers(model: Asked, golden: Any) -> N
         model.ask(text("hi"), params={"logit_bias": {"352": 1}})
     found = model.ask(text("hi"), params={"n": 3, "thinker_max_tokens": 4, "ignore_eos": True})
     assert [len(ids) for ids in found.ids] == [4, 4, 4]
+
+
+def encoded(golden: Any, generation: dict[str, Any], **params: Any) -> Encoded:
+    """A short question that is to be answered aloud."""
+    checkpoint = replace(golden.checkpoint, config=replace(golden.config, generation=generation))
+    asked = {"parts": (TextPart("hi"),), "outputs": ("text", "audio"), "params": ChatParams(**params)}
+    request = Request(id="r", model="m", task="chat", **asked)
+    return OmniProcessor(checkpoint, Limits(max_model_len=9999)).encode(request)
+
+
+def test_what_the_client_leaves_out_is_the_checkpoints_then_its_authors(golden: Any) -> None:
+    talker = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
+    predictor = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+    found = encoded(golden, {})
+    main = SamplingParams(temperature=0.7, top_p=0.9)
+    assert found.samplers == {"main": main, "talker": talker, "code_predictor": predictor}
+    chunks = {"chunk_0": 4, "chunk_1": 8, "chunk_2": 16, "chunk_3": 25}
+    assert found.fields == {"max_tokens": 2048, "frames": 4095, "codec_left_context": 25, **chunks}
+    own = {"temperature": 0.5, "top_k": 7, "thinker_max_new_tokens": 50}
+    own |= {"talker_temperature": 0.3, "talker_top_k": 9, "talker_max_new_tokens": 40}
+    found = encoded(golden, own, top_k=0, talker_top_k=3, talker_repetition_penalty=1.0, code_predictor_top_p=1.0)
+    assert found.samplers == {
+        "main": SamplingParams(temperature=0.5, top_k=0, top_p=0.9),
+        "talker": SamplingParams(temperature=0.3, top_k=3),
+        "code_predictor": SamplingParams(temperature=1.0, top_k=50),
+    }
+    assert (found.fields["max_tokens"], found.fields["frames"]) == (50, 39)
+    found = encoded(golden, own, max_tokens=60, talker_max_tokens=70, codec_left_context=1, codec_chunk_frames=5)
+    assert (found.fields["max_tokens"], found.fields["frames"], found.fields["codec_left_context"]) == (60, 69, 1)
+    assert [found.fields[name] for name in chunks] == [4, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("sampler", "prefix", "names"), [
+    ("main", "", ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                  "frequency_penalty", "logit_bias")),
+    ("talker", "talker_", ("temperature", "top_k", "top_p", "repetition_penalty")),
+    ("code_predictor", "code_predictor_", ("temperature", "top_k", "top_p")),
+])  # fmt: skip
+def test_each_parameter_is_its_samplers(golden: Any, sampler: str, prefix: str, names: tuple[str, ...]) -> None:
+    usual = encoded(golden, {}).samplers
+    for name in names:
+        value: Any = {"logit_bias": {"5": 1.5}, "top_k": 6}.get(name, 0.25)
+        found = encoded(golden, {}, **{prefix + name: value}).samplers
+        assert found == usual | {sampler: structs.replace(usual[sampler], **{name: value})}
+
+
+def test_a_greedy_talkers_predictor_is_greedy_unless_it_is_told_otherwise(golden: Any) -> None:
+    heats = [
+        [one.temperature for one in encoded(golden, generation, **params).samplers.values()]
+        for generation, params in (
+            ({"do_sample": False, "talker_do_sample": False}, {}), ({}, {"talker_temperature": 0}),
+            ({"talker_do_sample": False}, {"temperature": 0, "code_predictor_temperature": 0.4}),
+        )
+    ]  # fmt: skip
+    assert heats == [[0, 0, 0], [0.7, 0, 0], [0, 0, 0.4]]
 
 
 def called(golden: Any, words: Words, said: str) -> list[Any]:

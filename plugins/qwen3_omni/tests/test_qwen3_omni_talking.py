@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import Answer, Asked, ask_for, tensor
+from asking import Answer, Asked, ask_for, tensor, token_ids
 
 from mstar.errors import RequestError
 
@@ -100,6 +100,17 @@ def test_smaller_chunks_join_without_a_hole(model: Asked, golden: Any, cap: int)
     torch.testing.assert_close(found.tensors["audio"], golden.tensors["full.text.wav"], atol=5e-4, rtol=0)
 
 
+def test_less_context_sounds_otherwise_but_leaves_no_hole(model: Asked, golden: Any) -> None:
+    found = speak(model, golden, "text", codec_chunk_frames=3, codec_left_context=1).tensors["audio"]
+    expected = golden.tensors["full.text.wav"]
+    assert len(found) == len(expected) and torch.allclose(
+        found[: 3 * 1920 - 555], expected[: 3 * 1920 - 555], atol=5e-4
+    )
+    assert not torch.allclose(found, expected, atol=5e-4)
+    with pytest.raises(RequestError, match="codec_left_context"):
+        speak(model, golden, "text", codec_left_context=0)
+
+
 def test_codes_alone_need_no_codec(model: Asked, golden: Any) -> None:
     wires = wire(golden, "text")
     wires.outputs = ["text", "tensor:codes"]
@@ -110,6 +121,27 @@ def test_codes_alone_need_no_codec(model: Asked, golden: Any) -> None:
 def test_an_unknown_speaker_is_refused_with_the_known_ones(model: Asked, golden: Any) -> None:
     with pytest.raises(RequestError, match="ethan, aiden, chelsie"):
         speak(model, golden, "text", speaker="nobody")
+
+
+def test_speech_is_scored_as_text_alone_is(model: Asked, golden: Any) -> None:
+    found = speak(model, golden, "image_audio", logprobs=3)
+    check(found, golden, "image_audio")
+    params = GREEDY | {"max_tokens": golden.asked["thinker_max_new_tokens"], "logprobs": 3}
+    alone = model.ask(messages=golden.messages("image_audio"), params=params)
+    scores = [[token for chunk in one.chunks for token in getattr(chunk, "logprobs", ())] for one in (found, alone)]
+    assert scores[0] == scores[1] and len(scores[0]) == len(found.ids[0])
+    assert all(len(token.top_logprobs) == 3 for token in scores[0])
+
+
+@pytest.mark.parametrize("behind", [[5], None])
+def test_answers_that_are_begun_are_not_spoken(model: Asked, golden: Any, behind: list[int] | None) -> None:
+    """Nor users' turns, though there are earlier ones of the assistant's."""
+    ids, turns = golden.facts["runs"]["text"]["input_ids"], golden.config.turns
+    begun = [*ids, *(behind or [5, turns.end, 198, turns.start, turns.user, 198, 5])]
+    with pytest.raises(RequestError, match="not begun can be spoken") as caught:
+        model.ask(token_ids(begun), outputs=["audio"], params={"max_tokens": 1})
+    assert caught.value.param == "inputs"
+    assert model.ask(token_ids(begun), params={"max_tokens": 1}).ids
 
 
 def test_vocode_is_the_authors_chunked_decode(model: Asked, golden: Any) -> None:

@@ -6,19 +6,18 @@ torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mstar.errors import ConfigError
+from mstar.plugin.fields import Fields, read_object
 from mstar.plugin.spec import Task
 
 CHECKPOINT = "facebook/vjepa2-vitl-fpc64-256"
 AC_FILE = "vjepa2-ac-vitg.pt"
 
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 RESAMPLING = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CONDITIONS = 2
@@ -216,7 +215,7 @@ def load(folder: Path, parts: Mapping[str, Path]) -> VJEPA2Config | VJEPA2ACConf
                 f"or the folder of {AC_FILE}"
             )
         return _action_conditioned(Fields(RELEASE, path), files)
-    fields = Fields(_read_object(path), path)
+    fields = Fields(read_object(path), path)
     kind = fields.text("model_type")
     if kind == "vjepa2":
         return _plain(fields, folder)
@@ -228,58 +227,6 @@ def load(folder: Path, parts: Mapping[str, Path]) -> VJEPA2Config | VJEPA2ACConf
 # ---- fields ---------------------------------------------------------------------------------------------
 
 
-class Fields:
-    """The fields of one object of a JSON file; each is checked as it is read."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        self.values = values
-        self.path = path
-        self.prefix = prefix
-
-    def refuse(self, name: str, problem: str, remedy: str = "correct it") -> ConfigError:
-        return ConfigError(f"{self.path}: {self.prefix}{name} is {self.values.get(name)!r}; {problem}: {remedy}")
-
-    def value(self, name: str, default: Any = None) -> Any:
-        if name not in self.values and default is None:
-            raise ConfigError(f"{self.path} lacks {self.prefix}{name}; add it as the model was trained with")
-        return self.values.get(name, default)
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self.value(name, default)
-        if not isinstance(value, str):
-            raise self.refuse(name, "expected a string")
-        return value
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(name, "expected a whole number of at least 1")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.refuse(name, "expected a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool | None = None) -> bool:
-        value = self.value(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, "expected true or false")
-        return value
-
-    def part(self, name: str) -> Fields:
-        value = self.value(name)
-        if not isinstance(value, Mapping):
-            raise self.refuse(name, "expected an object")
-        return Fields(value, self.path, f"{self.prefix}{name}.")
-
-    def require(self, name: str, only: Any, why: str) -> None:
-        """Refuse any value but `only`, which also stands for a field left out."""
-        if self.values.get(name, only) != only:
-            raise self.refuse(name, f"{why}, so only {json.dumps(only)} can be served", "use another checkpoint")
-
-
 def _blocks(
     fields: Fields, *, dim: str, depth: str, heads: str, ratio: str, defaults: Mapping[str, Any]
 ) -> BlocksConfig:
@@ -288,9 +235,6 @@ def _blocks(
         raise fields.refuse(dim, f"it must be a multiple of {heads} ({count})")
     if width // count < 6:
         raise fields.refuse(heads, f"it leaves {width // count} of {dim} ({width}) to a head, 3-D positions need 6")
-    activation = fields.text("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise fields.refuse("hidden_act", f"known: {', '.join(ACTIVATIONS)}", "use another checkpoint")
     return BlocksConfig(
         dim=width,
         depth=fields.whole(depth, defaults.get(depth)),
@@ -298,18 +242,8 @@ def _blocks(
         mlp_dim=int(width * fields.number(ratio, defaults.get(ratio))),
         qkv_bias=fields.flag("qkv_bias", True),
         eps=fields.number("layer_norm_eps", 1e-6),
-        activation=activation,
+        activation=fields.activation("hidden_act", "gelu"),
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found a {type(content).__name__}")
-    return content
 
 
 # ---- transformers' layout -------------------------------------------------------------------------------
@@ -370,7 +304,7 @@ def _preprocess(folder: Path, encoder: EncoderConfig) -> PreprocessConfig:
     """As transformers' processor of this model would do it: the size to resize to follows from the crop."""
     fields = Fields({}, folder / _PROCESSOR_FILES[1])
     for path in (folder / name for name in _PROCESSOR_FILES):
-        content = _read_object(path) if path.exists() else {}
+        content = read_object(path, optional=True)
         content = content.get("video_processor", {}) if path.name == _PROCESSOR_FILES[0] else content
         if content:
             fields = Fields(content, path)
@@ -391,16 +325,9 @@ def _preprocess(folder: Path, encoder: EncoderConfig) -> PreprocessConfig:
         resampling=RESAMPLING[resample],
         antialias=True,
         scale=fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else 1.0,
-        mean=_three(fields, "image_mean", IMAGENET_MEAN) if normalize else (0.0,) * 3,
-        std=_three(fields, "image_std", IMAGENET_STD) if normalize else (1.0,) * 3,
+        mean=fields.numbers("image_mean", IMAGENET_MEAN, count=3) if normalize else (0.0,) * 3,
+        std=fields.numbers("image_std", IMAGENET_STD, count=3) if normalize else (1.0,) * 3,
     )
-
-
-def _three(fields: Fields, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    values = fields.value(name, default)
-    if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
-        raise fields.refuse(name, "expected three numbers")
-    return tuple(float(value) for value in values)
 
 
 # ---- the action-conditioned release ---------------------------------------------------------------------

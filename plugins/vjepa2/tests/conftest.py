@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mstar.errors import RequestError
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.server.results import Outputs, Result
 from mstar.types import Chunk, TensorChunk
 from mstar_plugin_vjepa2.modeling.ac import full_sequence

@@ -15,7 +15,8 @@ from served import Served
 from torch import Tensor
 
 from mstar.errors import RequestError
-from mstar.server.native import GenerateRequest, convert
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest
 from mstar.server.results import Outputs
 from mstar.types import ProgressChunk, TensorChunk
 

@@ -15,7 +15,8 @@ from scenes import moving_square
 from mstar.cli import main
 from mstar.client import tensor
 from mstar.plugin.spec import narrowed
-from mstar.server.native import GenerateRequest, convert, read_request
+from mstar.server.convert import convert
+from mstar.server.native import GenerateRequest, read_request
 from mstar.types import Request, TensorPart
 from mstar_plugin_vjepa2 import config, tiny
 from mstar_plugin_vjepa2.plugin import SPEC

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mstar.layers.activation import activation
 from mstar.layers.linear import Embedding, Head, Linear, MergedLinear
 from mstar.layers.norm import RMSNorm
 from mstar.layers.rotary import RotaryEmbedding, apply_rotary
 from mstar_plugin_bagel.config import LanguageConfig
-from mstar_plugin_bagel.modeling.activation import activation
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """layer, q (T, H, D), k and v (T, Hkv, D) -> (T, H, D), in the order of the sequence: `ctx.kv.attend`."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mstar.layers.activation import activation
 from mstar.layers.linear import Embedding, Linear, MergedLinear
 from mstar.layers.norm import LayerNorm
 from mstar_plugin_bagel.config import BagelConfig, VisionConfig
-from mstar_plugin_bagel.modeling.activation import activation
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from mstar.layers.sampling import draw_key
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits
 from mstar.plugin.text import Detokenizer
+from mstar.plugin.thoughts import ThoughtReader
 from mstar.types import (
     Chunk,
     Emission,
@@ -37,7 +38,7 @@ from mstar_plugin_bagel.modeling import preprocess
 from mstar_plugin_bagel.modeling.schedule import guidance
 from mstar_plugin_bagel.plugin import ImageParams, TextParams, WritingParams
 from mstar_plugin_bagel.processing.prompt import Prompt, latent_shape, resized
-from mstar_plugin_bagel.processing.text import Thoughts, Words
+from mstar_plugin_bagel.processing.text import Words
 
 ROLES = ("system", "developer", "user", "assistant")
 PUBLISHED_SAMPLING = {"temperature": 0.3}
@@ -64,7 +65,7 @@ class Progress:
     """
 
     request: Request
-    texts: dict[tuple[str, Path], tuple[Detokenizer, Thoughts]] = field(default_factory=dict)
+    texts: dict[tuple[str, Path], tuple[Detokenizer, ThoughtReader]] = field(default_factory=dict)
     num_thought: int = 0
     steps: int = 0
 
@@ -277,7 +278,7 @@ class BagelProcessor(Processor):
         """A token's text, in the channel that it belongs to; in both, where it ends the thought."""
         key = emission.name, emission.path
         if key not in state.texts:
-            state.texts[key] = Detokenizer(self.words), Thoughts()
+            state.texts[key] = Detokenizer(self.words), ThoughtReader()
         detokenizer, thoughts = state.texts[key]
         is_answer = not state.request.params.think or thoughts.is_over
         ids: tuple[int, ...] = ()
@@ -291,7 +292,7 @@ class BagelProcessor(Processor):
                 scores = (self._scored(values, count=state.request.params.logprobs),)
         thought, answer = "", text
         if state.request.params.think:
-            thought, answer = thoughts.feed(text, final=emission.final)
+            thought, answer = thoughts.part(text, final=emission.final)
         if emission.name == "thought":
             thought, answer, is_answer = thought + answer, "", False
         is_answer = is_answer or bool(answer)

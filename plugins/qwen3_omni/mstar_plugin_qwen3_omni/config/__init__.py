@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mstar.errors import ConfigError
+from mstar.plugin.fields import Fields, read_object
 from mstar.plugin.spec import Task
-from mstar_plugin_qwen3_omni.config.fields import Fields, read_object
 from mstar_plugin_qwen3_omni.config.media import PictureConfig, SoundConfig, read_pictures, read_sound
 from mstar_plugin_qwen3_omni.config.speech import SpeechConfig, read_speech
 from mstar_plugin_qwen3_omni.config.thinker import ThinkerConfig, read_thinker

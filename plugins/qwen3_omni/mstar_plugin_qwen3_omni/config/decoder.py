@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstar_plugin_qwen3_omni.config.fields import Fields
+from mstar.plugin.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,50 +58,55 @@ def read_decoder(fields: Fields, *, shared_expert: bool = False) -> DecoderConfi
     Args:
         shared_expert: whether its sparse layers have one.
     """
-    fields.require("hidden_act", "silu", "the activation is fixed here")
     fields.require("use_qk_norm", True, "queries and keys are always normalised here")
     fields.require("use_sliding_window", False, "attention here has no window")
     fields.require("sliding_window", None, "attention here has no window")
-    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    kv_heads, layers = fields.whole("num_key_value_heads", heads), fields.whole("num_hidden_layers")
-    if heads % kv_heads:
-        raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
-    head_dim = fields.whole("head_dim", hidden // heads)
-    rope = _rope(fields)
-    moe = _moe(fields, hidden_size=hidden, shared_expert=shared_expert)
+    sizes, rope = attention_sizes(fields), _rope(fields)
+    for name in ("interleaved", "mrope_interleaved"):
+        rope.require(name, True, "axes take turns by frequency here")
+    time, height, width = rope.wholes("mrope_section", (24, 20, 20), least=0, count=3)
+    moe = _moe(fields, hidden_size=sizes["hidden_size"], shared_expert=shared_expert)
     step, plain = fields.whole("decoder_sparse_step", 1), fields.wholes("mlp_only_layers", (), least=0)
-    dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
+    dense = tuple(layer for layer in range(sizes["num_layers"]) if layer in plain or (layer + 1) % step)
     return DecoderConfig(
-        hidden_size=hidden,
-        intermediate_size=fields.whole("intermediate_size", 4 * hidden),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         moe=moe,
-        sections=_sections(rope),
+        sections=(time, height, width),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=fields.number("rope_theta", rope.number("rope_theta", 1_000_000.0)),
+        rope_theta=rope_theta(fields, 1e6),
         attention_bias=fields.flag("attention_bias", False),
         dense_layers=dense if moe is not None else (),
     )
 
 
+def attention_sizes(fields: Fields) -> dict[str, int]:
+    """Sizes of any transformer of this model, by the names of our configurations. Raises ConfigError."""
+    fields.require("hidden_act", "silu", "the activation is fixed here")
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": fields.whole("intermediate_size"),
+        "num_layers": fields.whole("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": fields.whole("head_dim", hidden // heads),
+    }
+
+
+def rope_theta(fields: Fields, default: float) -> float:
+    """Of `fields`, else of their rotary embedding's."""
+    return fields.number("rope_theta", _rope(fields).number("rope_theta", default))
+
+
 def _rope(fields: Fields) -> Fields:
-    """Its `rope_scaling`, or `rope_parameters` as newer files say."""
+    """Their `rope_scaling`, or `rope_parameters` as newer files say."""
     rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling", {})
     for name in ("rope_type", "type"):
         rope.require(name, "default", "frequencies are not scaled here")
-    for name in ("interleaved", "mrope_interleaved"):
-        rope.require(name, True, "axes take turns by frequency here")
     return rope
-
-
-def _sections(rope: Fields) -> tuple[int, int, int]:
-    sections = rope.wholes("mrope_section", (24, 20, 20), least=0)
-    if len(sections) != 3:
-        raise rope.refuse("mrope_section", "expected three counts: of time, height and width")
-    return (sections[0], sections[1], sections[2])
 
 
 def _moe(fields: Fields, *, hidden_size: int, shared_expert: bool) -> MoEConfig | None:

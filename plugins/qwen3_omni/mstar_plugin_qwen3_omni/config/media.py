@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstar_plugin_qwen3_omni.config.fields import Fields
+from mstar.plugin.fields import Fields
 from mstar_plugin_qwen3_omni.config.thinker import AudioConfig, VisionConfig
 
 USUAL_PIXELS = (56 * 56, 28 * 28 * 1280)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mstar_plugin_qwen3_omni.config.decoder import DecoderConfig, read_decoder
-from mstar_plugin_qwen3_omni.config.fields import Fields
+from mstar.plugin.fields import Fields
+from mstar_plugin_qwen3_omni.config.decoder import DecoderConfig, attention_sizes, read_decoder, rope_theta
 
 SPECIAL_CODES = 1024
 """The last ids of the talker's vocabulary are no codes; of them only the end is ever drawn."""
@@ -171,8 +171,13 @@ def _talker(config: Fields) -> TalkerConfig:
     if vocab_size <= SPECIAL_CODES:
         raise text.refuse("vocab_size", f"its last {SPECIAL_CODES} ids are no codes")
     tap, size = fields.whole("accept_hidden_layer", least=0), fields.whole("thinker_hidden_size")
-    if tap > thinker.whole("num_hidden_layers"):
-        raise fields.refuse("accept_hidden_layer", "the thinker has fewer layers")
+    if tap >= (layers := thinker.whole("num_hidden_layers")):
+        raise fields.refuse("accept_hidden_layer", f"it is what enters a layer of the thinker, which has {layers}")
+    for name, only in {
+        "position_id_per_seconds": config.part("thinker_config").value("position_id_per_seconds", 25),
+        "spatial_merge_size": config.part("thinker_config").part("vision_config", {}).value("spatial_merge_size", 2),
+    }.items():
+        fields.require(name, only, "the talker has the thinker's positions")
     if size != thinker.whole("hidden_size"):
         raise fields.refuse("thinker_hidden_size", f"the thinker's hidden_size is {thinker.whole('hidden_size')}")
     return TalkerConfig(
@@ -227,11 +232,11 @@ def _predictor(fields: Fields) -> PredictorConfig:
     if any(kind != "full_attention" for kind in kinds):
         raise fields.refuse("layer_types", "attention here has no window", "use another checkpoint")
     return PredictorConfig(
-        **_attention(fields),
+        **attention_sizes(fields),
         vocab_size=fields.whole("vocab_size"),
         num_groups=fields.whole("num_code_groups"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(fields, 1e6),
+        rope_theta=rope_theta(fields, 1e6),
         attention_bias=fields.flag("attention_bias", False),
     )
 
@@ -241,7 +246,7 @@ def _vocoder(fields: Fields) -> VocoderConfig:
     if width % 2 ** len(rates):
         raise fields.refuse("decoder_dim", f"each of {len(rates)} upsample_rates halves it")
     return VocoderConfig(
-        **_attention(fields),
+        **attention_sizes(fields),
         codebook_size=fields.whole("codebook_size"),
         num_groups=fields.whole("num_quantizers"),
         window=fields.whole("sliding_window"),
@@ -249,29 +254,6 @@ def _vocoder(fields: Fields) -> VocoderConfig:
         rates=rates,
         width=width,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-        rope_theta=_rope_theta(fields, 1e4),
+        rope_theta=rope_theta(fields, 1e4),
         attention_bias=fields.flag("attention_bias", False),
     )
-
-
-def _attention(fields: Fields) -> dict[str, int]:
-    fields.require("hidden_act", "silu", "the activation is fixed here")
-    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    kv_heads = fields.whole("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": fields.whole("intermediate_size"),
-        "num_layers": fields.whole("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": fields.whole("head_dim", hidden // heads),
-    }
-
-
-def _rope_theta(fields: Fields, default: float) -> float:
-    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling", {})
-    for name in ("rope_type", "type"):
-        rope.require(name, "default", "frequencies are not scaled here")
-    return fields.number("rope_theta", rope.number("rope_theta", default))

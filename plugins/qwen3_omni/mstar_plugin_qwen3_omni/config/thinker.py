@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mstar.plugin.fields import Fields
 from mstar_plugin_qwen3_omni.config.decoder import DecoderConfig, read_decoder
-from mstar_plugin_qwen3_omni.config.fields import Fields
-
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +171,7 @@ def _audio(fields: Fields) -> AudioConfig:
         window_chunks=window // chunk,
         batch_chunks=fields.whole("conv_chunksize", 500),
         max_positions=fields.whole("max_source_positions", 1500),
-        activation=fields.choice("activation_function", ACTIVATIONS, "gelu"),
+        activation=fields.activation("activation_function", "gelu"),
         output_size=fields.whole("output_dim"),
     )
     # The authors' code counts 13 tokens in a chunk whatever its length is.
@@ -211,7 +209,7 @@ def _vision(fields: Fields) -> VisionConfig:
         frames=fields.whole("temporal_patch_size", 2),
         side=math.isqrt(positions),
         taps=taps,
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
         rope_theta=rope.number("rope_theta", 10_000.0),
         output_size=fields.whole("out_hidden_size"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,19 +17,8 @@ def within(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         lengths: of the stretches, in order; together T. Neighbours of one length are computed as one batch.
     """
     packed, seen, start = torch.stack((q, k, v)).transpose(1, 2), [], 0  # (3, heads, T, D)
-    for length, count in _runs(lengths):
+    for length, count in ((length, len(list(run))) for length, run in itertools.groupby(lengths)):
         stretches = packed[:, :, start : start + count * length].unflatten(2, (count, length)).transpose(1, 2)
         seen.append(functional.scaled_dot_product_attention(*stretches).transpose(1, 2).flatten(0, 1))
         start += count * length
     return torch.cat(seen).flatten(1)
-
-
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(length, how many of it stand together)."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1] = length, runs[-1][1] + 1
-        else:
-            runs.append((length, 1))
-    return runs

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mstar.layers.activation import activation
 from mstar.layers.linear import Linear, MergedLinear
 from mstar.layers.norm import LayerNorm
 from mstar_plugin_qwen3_omni.config.thinker import AudioConfig
-from mstar_plugin_qwen3_omni.modeling.activation import activation
 from mstar_plugin_qwen3_omni.modeling.attention import within
 
 _TIMESCALE = 10_000.0

@@ -43,7 +43,7 @@ class Upsample(nn.ConvTranspose1d):
 
 
 class Snake(nn.Module):
-    """x + sin(a x)^2 / b, with a and b of each channel, kept as logarithms."""
+    """x + sin(a x)^2 / b, with a and b of each channel, kept as logarithms: SnakeBeta (BigVGAN, arXiv:2206.04658)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Residual(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A convolution of each channel, then an MLP over channels, scaled and added to what enters."""
+    """A convolution of each channel, then an MLP over channels, scaled and added to what enters (arXiv:2201.03545)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

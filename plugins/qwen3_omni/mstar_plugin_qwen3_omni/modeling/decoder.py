@@ -1,5 +1,7 @@
 """The decoder of thinker and talker: qk-norm, grouped-query attention, interleaved M-RoPE, dense or sparse MLPs.
 
+M-RoPE is Qwen2-VL's (arXiv:2409.12191); what is added after the first layers is deepstack (arXiv:2406.04334).
+
 Over (T, H) tokens of any number of sequences: which tokens see which is the business of `attend`.
 """
 

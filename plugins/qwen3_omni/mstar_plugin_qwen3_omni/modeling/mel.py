@@ -1,4 +1,4 @@
-"""Sound to log-mel spectrograms, as speech recognisers of one family take it. Runs in the processor, on CPU."""
+"""Sound to log-mel spectrograms as Whisper takes them (arXiv:2212.04356), on Slaney's mel scale. Runs on CPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mstar.layers.grouped import Experts
-from mstar.layers.linear import Linear, MergedLinear
+from mstar.layers.linear import Head, Linear, MergedLinear
 from mstar_plugin_qwen3_omni.config.decoder import MoEConfig
 
 
@@ -28,17 +28,20 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The experts that the router chose for a token, weighted by it; plus what all tokens share."""
+    """The experts that the router chose for a token, weighted by it; plus what all tokens share.
+
+    Router and gate are heads, which are never quantised: what they choose is discrete, and they are small.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.config = config
-        self.router = Linear(size, config.num_experts, bias=False)
+        self.router = Head(size, config.num_experts)
         self.gate_up = Experts(size, (config.expert_size,) * 2, num_experts=config.num_experts)
         self.down = Experts(config.expert_size, (size,), num_experts=config.num_experts)
         self.shared = GatedMLP(size, config.shared_size) if config.shared_size else None
-        self.shared_gate = Linear(size, 1, bias=False) if config.shared_size else None
+        self.shared_gate = Head(size, 1) if config.shared_size else None
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, H) -> weights (T, k) in x's dtype and experts (T, k) int64. Probabilities are float32."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from mstar.layers.activation import activation
 from mstar.layers.linear import Embedding, Linear, MergedLinear
 from mstar.layers.norm import LayerNorm
 from mstar.layers.rotary import inverse_frequencies, rotate
 from mstar_plugin_qwen3_omni.config.thinker import VisionConfig
-from mstar_plugin_qwen3_omni.modeling.activation import activation
 from mstar_plugin_qwen3_omni.modeling.attention import within
 
 Grid = tuple[int, int, int]

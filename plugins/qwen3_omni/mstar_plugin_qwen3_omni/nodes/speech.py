@@ -62,7 +62,7 @@ class TalkerNode(SpeechNode):
         for task in tasks:
             here = slice(task.token_start, task.token_start + task.num_tokens)
             positions.append(task.inputs["places"][here].float())
-            advance.append(float(positions[-1].max()) + 1 - task.position)
+            advance.append(float(positions[-1][-1, 0]) + 1 - task.position)
             sources = task.inputs["sources"][here]
             rows.append((sources + first).where(sources >= 0, -1))
             first += len(task.inputs["taps"])

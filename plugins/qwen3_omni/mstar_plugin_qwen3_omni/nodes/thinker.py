@@ -107,14 +107,13 @@ class ThinkerNode(Node):
                 own = task.inputs["places"][here].float()
                 positions.append(own[:, :3])
                 advance.append(float(own[-1, 3]) - task.position)
-            counts = {name: sum(map(len, task.inputs[name] or ())) for name in starts}
-            if sources is not None:
-                which = sources[here]
-                is_seen = (which >= 0) & (which < counts["seen"])
-                for name, mask, skip in (("seen", is_seen, 0), ("heard", which >= counts["seen"], counts["seen"])):
-                    places[name].append(first + mask.nonzero()[:, 0])
-                    rows[name].append(which[mask] - skip + starts[name])
-            starts = {name: start + counts[name] for name, start in starts.items()}
+                which, skip = sources[here], 0
+                for name in starts:
+                    count = sum(map(len, task.inputs[name] or ()))
+                    is_here = (which >= skip) & (which < skip + count)
+                    places[name].append(first + is_here.nonzero()[:, 0])
+                    rows[name].append(which[is_here] - skip + starts[name])
+                    starts[name], skip = starts[name] + count, skip + count
             first += task.num_tokens
         tensors = {f"{name}_at": torch.cat(found) for name, found in places.items()}
         tensors |= {f"{name}_rows": torch.cat(found) for name, found in rows.items()}

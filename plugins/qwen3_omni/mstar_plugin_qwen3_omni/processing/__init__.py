@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from mstar.errors import RequestError
 from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Checkpoint, Limits
 from mstar.plugin.text import Detokenizer
+from mstar.plugin.thoughts import ThoughtReader
 from mstar.plugin.tools import ToolCallReader
 from mstar.types import (
     AudioChunk,
@@ -25,13 +26,15 @@ from mstar.types import (
     TensorChunk,
     TextChunk,
     TokenLogprob,
+    ToolCallChunk,
 )
 from mstar_plugin_qwen3_omni import graph
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.speech import SAMPLE_RATE
 from mstar_plugin_qwen3_omni.plugin import ChatParams
-from mstar_plugin_qwen3_omni.processing import spoken
+from mstar_plugin_qwen3_omni.processing import media, spoken
 from mstar_plugin_qwen3_omni.processing.prompt import Prompt
+from mstar_plugin_qwen3_omni.processing.text import THINKING
 from mstar_plugin_qwen3_omni.processing.turns import Reader
 
 PUBLISHED_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
@@ -43,12 +46,16 @@ class Answer:
     """What `decode` keeps of one request.
 
     Args:
+        in_thought: the prompt ends in a thought.
+        thoughts: readers of them, if the model thinks.
         readers: of calls of tools, if the request has some.
         num_frames: of codes so far.
     """
 
     request: Request
+    in_thought: bool = False
     texts: dict[Path, Detokenizer] = field(default_factory=dict)
+    thoughts: dict[Path, ThoughtReader] = field(default_factory=dict)
     readers: dict[Path, ToolCallReader] = field(default_factory=dict)
     num_frames: int = 0
 
@@ -72,8 +79,13 @@ class OmniProcessor(Processor):
         params: ChatParams = request.params
         if self.config.speech is not None:
             spoken.speaker_id(self.config, params.speaker)  # a mistake is one in text's requests too
+        else:
+            spoken.check_silent(params)
+        self._check_media(request)
         prompt = self.reader.read(request)
-        limit = min(self._room(prompt), _wanted(params) or USUAL_TOKENS)
+        generation = self.config.generation
+        usual = generation.get("thinker_max_new_tokens") or generation.get("max_new_tokens") or USUAL_TOKENS
+        limit = min(self._room(prompt), _wanted(params) or usual)
         first = {"last": torch.tensor(prompt.ids[-1])}
         encoded = Encoded(
             inputs=prompt.inputs(),
@@ -96,11 +108,16 @@ class OmniProcessor(Processor):
         if params.n > 1:
             message = f"n is {params.n}; one answer is spoken: ask for text alone, or set n to 1"
             raise RequestError(message, param="params.n")
+        if self.reader.words.opens_thought(prompt.ids):
+            message = "the model is to think first, and what it thinks is not spoken: ask for text alone"
+            raise RequestError(f"{message}, or set {THINKING} to false", param="outputs")
         config, generation = self.config, self.config.generation
         assert config.speech is not None
         places = prompt.positions.whole() if prompt.num_media else None
         speaker = spoken.speaker_id(config, params.speaker)
-        begin = spoken.talker_prompt(config, torch.tensor(prompt.ids), places, speaker=speaker)
+        ids = torch.tensor(self.reader.words.without_thought(prompt.ids))
+        places = places[: len(ids)] if places is not None else None
+        begin = spoken.talker_prompt(config, ids, places, speaker=speaker)
         length = len(next(iter(begin.values())))
         room = min(self.limits.max_model_len, config.speech.talker.max_positions) - length
         fields = spoken.speech_fields(params, generation=generation, room=room)
@@ -109,17 +126,27 @@ class OmniProcessor(Processor):
         encoded.kv_tokens["talker.main"] = length + fields["frames"]
         encoded.samplers |= spoken.speech_samplers(params, generation=generation)
 
+    def _check_media(self, request: Request) -> None:
+        """Refuse media that are too much for any prompt, before the work of seeing and hearing them."""
+        parts = (*request.parts, *(part for message in request.messages for part in message.parts))
+        found = media.Amount.of(parts, self.config)
+        if (count := found.seen + found.heard) >= self.limits.max_model_len:
+            raise self._too_long(count, found)
+
     def _room(self, prompt: Prompt) -> int:
         """Tokens that may follow a prompt. Raises RequestError if there are none."""
-        most = self.limits.max_model_len
-        if (room := most - len(prompt.ids)) > 0:
+        if (room := self.limits.max_model_len - len(prompt.ids)) > 0:
             return room
         seen, heard = (sum(one.num_tokens for one in kind) for kind in (prompt.sights, prompt.sounds))
-        seconds = sum(sound.seconds for sound in prompt.sounds)
-        media = f", {seen} of them pictures and {heard} of them {seconds:.1f} s of sound," if prompt.num_media else ""
-        message = f"the prompt has {len(prompt.ids)} tokens{media} and with an answer it must fit into {most}; "
+        found = media.Amount(seen, heard, sum(sound.seconds for sound in prompt.sounds))
+        raise self._too_long(len(prompt.ids), found)
+
+    def _too_long(self, count: int, found: media.Amount) -> RequestError:
+        told = f", {found.seen} of them pictures and {found.heard} of them {found.seconds:.1f} s of sound,"
+        message = f"the prompt has {count} tokens{told if found.seen + found.heard else ''} and with an answer it must "
+        message += f"fit into {self.limits.max_model_len}; "
         message += "shorten it, send less or smaller media, or raise --max-model-len"
-        raise RequestError(message, param="inputs", code="context_length_exceeded")
+        return RequestError(message, param="inputs", code="context_length_exceeded")
 
     def _sampling(self, params: ChatParams) -> SamplingParams:
         """What the client gave, else the checkpoint's, else the published defaults."""
@@ -141,18 +168,14 @@ class OmniProcessor(Processor):
     # ---- emissions to chunks --------------------------------------------------------------------------------
 
     def start(self, request: Request, encoded: Encoded) -> Answer:
-        return Answer(request)
+        return Answer(request, in_thought=self.reader.words.opens_thought(encoded.prompt_token_ids))
 
     def decode(self, state: Answer, emission: Emission) -> Iterator[Chunk]:
         if emission.name in ("text", "scored"):
-            chunk = self._text(state, emission)
-            if not state.request.tools:
-                yield chunk
-                return
-            reader = state.readers.setdefault(emission.path, ToolCallReader())
-            yield from reader.feed(chunk)
-            if emission.final:
-                yield from reader.flush()
+            chunks: Iterable[TextChunk] = (self._text(state, emission),)
+            if self.reader.words.thinks:
+                chunks = self._parted(state, emission, *chunks)
+            yield from self._called(state, emission, chunks) if state.request.tools else chunks
         elif emission.name == "codes":
             yield from _codes(state, emission, groups=self.config.speech.talker.num_groups if self.config.speech else 0)
         else:
@@ -171,6 +194,26 @@ class OmniProcessor(Processor):
         if emission.name == "scored":
             scores = (self._scored(values, count=state.request.params.logprobs),)
         return TextChunk(detokenizer.feed(ids), ids, index, scores)
+
+    def _parted(self, state: Answer, emission: Emission, chunk: TextChunk) -> Iterator[TextChunk]:
+        """Thoughts apart from the answer."""
+        if emission.path not in state.thoughts:
+            state.thoughts[emission.path] = ThoughtReader(is_open=state.in_thought, trimmed="\n")
+        yield from state.thoughts[emission.path].feed(chunk, final=emission.final)
+
+    def _called(
+        self, state: Answer, emission: Emission, chunks: Iterable[TextChunk]
+    ) -> Iterator[TextChunk | ToolCallChunk]:
+        """Calls of tools apart from the answer."""
+        reader = state.readers.setdefault(emission.path, ToolCallReader())
+        for chunk in chunks:
+            yield from (chunk,) if chunk.channel == "reasoning" else reader.feed(chunk)
+        if emission.final:
+            yield from reader.flush()
+
+    def finish(self, state: Answer, result: dict[str, Any]) -> None:
+        if num_tokens := sum(reader.num_tokens for reader in state.thoughts.values()):
+            result["usage"]["reasoning_tokens"] = num_tokens
 
     def _scored(self, values: list[float], *, count: int) -> TokenLogprob:
         """Of what `score` gave of one token."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Self
 
 import av
 import numpy as np
@@ -13,14 +15,17 @@ from torch import Tensor
 
 from mstar.errors import RequestError
 from mstar.plugin.media import content_key
-from mstar.types import AudioPart, ImagePart, VideoPart
+from mstar.types import AudioPart, ImagePart, Part, VideoPart
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.config.media import SoundConfig
+from mstar_plugin_qwen3_omni.config.thinker import VisionConfig
 from mstar_plugin_qwen3_omni.modeling import pictures
 from mstar_plugin_qwen3_omni.modeling.mel import log_mel
 from mstar_plugin_qwen3_omni.modeling.vision import Grid
 
 _BLOCK = 1 << 20  # samples that are resampled at once
+HIGHEST_RATE = 768_000
+"""Most samples of a sound in a second."""
 VIDEO_TOKENS = 115_200
 """Most tokens of all frames of a video together; more frames are made smaller, but not below a twentieth more than the
 fewest pixels."""
@@ -53,6 +58,37 @@ class Sound:
     key: bytes
 
 
+# ---- how much it is -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What media are in a prompt, known before the work of seeing and hearing them.
+
+    Args:
+        seen, heard: tokens.
+        seconds: of sound.
+    """
+
+    seen: int = 0
+    heard: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, parts: Iterable[Part], config: OmniConfig) -> Self:
+        """Parts that are refused later may count nothing."""
+        vision, audio = config.thinker.vision, config.thinker.audio
+        seen, heard, samples = 0, 0, 0
+        for part in parts:
+            if vision is not None and isinstance(part, ImagePart | VideoPart):
+                seen += pictures.num_tokens(_shape(part, config, vision)[1], vision)
+            sound = part.sound if isinstance(part, VideoPart) else part
+            if audio is not None and isinstance(sound, AudioPart):
+                count = resampled_count(sound.samples.shape[-1], sound.sample_rate, config.sound.sample_rate)
+                heard, samples = heard + audio.num_tokens(count // config.sound.hop), samples + count
+        return cls(seen, heard, samples / config.sound.sample_rate)
+
+
 # ---- sound ----------------------------------------------------------------------------------------------
 
 
@@ -60,9 +96,13 @@ def hear(part: AudioPart, config: OmniConfig, *, param: str) -> Sound:
     """A sound's spectrogram. Raises RequestError if it is too short or loud to have one, or nobody hears."""
     if config.thinker.audio is None:
         raise RequestError(f"{param} is sound, and this checkpoint has no encoder for it; leave it out", param=param)
-    samples = resampled(part.samples.mean(axis=0), part.sample_rate, config.sound.sample_rate)
-    if len(samples) < config.sound.fewest:
-        raise _too_short(len(samples), config.sound, param=param)
+    rate, wanted = part.sample_rate, config.sound.sample_rate
+    if rate > HIGHEST_RATE:
+        message = f"{param} has {rate} samples a second; the most is {HIGHEST_RATE}; send it at a lower rate"
+        raise RequestError(message, param=param, code="invalid_media")
+    if (count := resampled_count(part.samples.shape[-1], rate, wanted)) < config.sound.fewest:
+        raise _too_short(count, config.sound, param=param)
+    samples = resampled(part.samples.mean(axis=0), rate, wanted)
     spectrogram = log_mel(torch.from_numpy(samples), config.sound)
     if not spectrogram.isfinite().all():
         message = f"{param} has samples up to {np.abs(samples).max():g}; they must lie in about -1..1: scale them"
@@ -71,10 +111,15 @@ def hear(part: AudioPart, config: OmniConfig, *, param: str) -> Sound:
     return Sound(spectrogram, tokens, len(samples) / config.sound.sample_rate, content_key(samples))
 
 
+def resampled_count(count: int, rate: int, wanted: int) -> int:
+    return count if rate == wanted else math.ceil(count * wanted / rate)
+
+
 def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     """Samples (n,) float32 at another rate: n * wanted / rate of them, rounded up."""
     if rate == wanted or not len(samples):
         return np.ascontiguousarray(samples, dtype=np.float32)
+    count = resampled_count(len(samples), rate, wanted)
     resampler, blocks = av.AudioResampler(format="fltp", layout="mono", rate=wanted), [np.zeros(0, np.float32)]
     for start in range(0, len(samples), _BLOCK):
         block = np.ascontiguousarray(samples[None, start : start + _BLOCK], dtype=np.float32)
@@ -82,7 +127,7 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
         frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
         blocks += [one.to_ndarray()[0] for one in resampler.resample(frame)]
     blocks += [one.to_ndarray()[0] for one in resampler.resample(None)]
-    found, count = np.concatenate(blocks), math.ceil(len(samples) * wanted / rate)
+    found = np.concatenate(blocks)
     return np.pad(found[:count], (0, max(0, count - len(found))))
 
 
@@ -109,21 +154,18 @@ def samples_of(tensor: Tensor, config: SoundConfig, *, param: str) -> AudioPart:
 
 def see(part: ImagePart, config: OmniConfig, *, param: str) -> Sight:
     """A picture's patches. Raises RequestError for one that is too long for its width, or if nobody here sees."""
-    return _sight(part.pixels[None], config, pixels=config.pictures.pixels, seconds=0.0, param=param)
+    return _sight(part, config, seconds=0.0, param=param)
 
 
 def watch(part: VideoPart, config: OmniConfig, *, param: str) -> Sight:
     """A video's patches."""
-    vision, frames = config.thinker.vision, len(part.frames)
+    frames, vision = len(part.frames), config.thinker.vision
     rate = frames / part.duration_s if part.duration_s > 0 else 1.0
-    fewest, most = config.pictures.frame_pixels
-    unit, together = (vision.unit, vision.frames) if vision is not None else (1, 1)
-    share = max(VIDEO_TOKENS * unit**2 * together / frames, 1.05 * fewest)
-    return _sight(part.frames, config, pixels=(fewest, min(most, int(share))), seconds=together / rate, param=param)
+    return _sight(part, config, seconds=(1 if vision is None else vision.frames) / rate, param=param)
 
 
-def _sight(frames: np.ndarray, config: OmniConfig, *, pixels: tuple[int, int], seconds: float, param: str) -> Sight:
-    vision = config.thinker.vision
+def _sight(part: ImagePart | VideoPart, config: OmniConfig, *, seconds: float, param: str) -> Sight:
+    vision, frames = config.thinker.vision, _frames(part)
     if vision is None:
         message = f"{param} is to be seen, and this checkpoint has no encoder for that; leave it out"
         raise RequestError(message, param=param)
@@ -131,8 +173,23 @@ def _sight(frames: np.ndarray, config: OmniConfig, *, pixels: tuple[int, int], s
     if max(height, width) > pictures.LONGEST * min(height, width):
         message = f"{param} is {width}x{height}; no side may be more than {pictures.LONGEST} times the other: cut it"
         raise RequestError(message, param=param, code="media_too_large")
-    size = pictures.fitted_size(height, width, unit=vision.unit, pixels=pixels)
-    grid = pictures.grid(len(frames), vision, size=size)
+    size, grid = _shape(part, config, vision)
     patches = pictures.patches(frames, vision, size=size)
     key = content_key(patches, grid, seconds)
     return Sight(patches, grid, pictures.num_tokens(grid, vision), seconds, key)
+
+
+def _frames(part: ImagePart | VideoPart) -> np.ndarray:
+    return part.pixels[None] if isinstance(part, ImagePart) else part.frames
+
+
+def _shape(part: ImagePart | VideoPart, config: OmniConfig, vision: VisionConfig) -> tuple[tuple[int, int], Grid]:
+    """The size (height, width) that frames are brought to, and the grid of their patches."""
+    count, height, width, _ = _frames(part).shape
+    pixels = config.pictures.pixels
+    if isinstance(part, VideoPart):
+        fewest, most = config.pictures.frame_pixels
+        share = max(VIDEO_TOKENS * vision.unit**2 * vision.frames / count, 1.05 * fewest)
+        pixels = fewest, min(most, int(share))
+    size = pictures.fitted_size(height, width, unit=vision.unit, pixels=pixels)
+    return size, pictures.grid(count, vision, size=size)

@@ -21,17 +21,30 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 MAX_TOKENS, LEFT_CONTEXT = 4096, 25
 """Of the talker, and frames before a chunk that are decoded with it; the authors' defaults."""
+SPEECH_PARAMS = ("speak", "talker_", "code")
+"""How the names of `chat`'s parameters of speech begin."""
+MOST_AT_ONCE = 4096
+"""Frames of a window of `vocode`, but for its context: memory and time grow faster than the window."""
 
 
 def speaker_id(config: OmniConfig, name: str | None) -> int:
     """Of a name, in any case. Raises RequestError that lists the known ones."""
     assert config.speech is not None
     names = config.speech.talker.names
-    found = config.speech.talker.speakers.get((name or names[0]).lower())
+    found = config.speech.talker.speakers.get((names[0] if name is None else name).lower())
     if found is None:
         message = f"unknown speaker {str(name)[:60]!r}; known: {', '.join(names)}"
         raise RequestError(message, param="params.speaker", code="unknown_voice")
     return found
+
+
+def check_silent(params: ChatParams) -> None:
+    """Raises RequestError for a parameter of speech, where nothing speaks."""
+    unused = ChatParams()
+    for name in ChatParams.__struct_fields__:
+        if name.startswith(SPEECH_PARAMS) and getattr(params, name) != getattr(unused, name):
+            message = f"{name} is of speech, and this checkpoint has nothing that speaks; leave it out"
+            raise RequestError(message, param=f"params.{name}", code="unsupported_parameter")
 
 
 # ---- the talker's prompt --------------------------------------------------------------------------------
@@ -46,15 +59,14 @@ def talker_prompt(config: OmniConfig, ids: Tensor, places: Tensor | None, *, spe
         speaker: `speaker_id`.
 
     Returns: the values `graph.TALKER_PROMPT` names, each with one row per token. Raises RequestError for a prompt after
-    which it is not the assistant's turn.
+    which it is not the assistant's turn, or is already begun: such words would not be spoken.
     """
     assert config.speech is not None
     tokens, turns = config.speech.talker.tokens, config.turns
     begins = ((ids[:-1] == turns.start) & (ids[1:] == turns.assistant)).nonzero()[:, 0]
-    if not len(begins):
-        raise RequestError(
-            "only an assistant's turn can be spoken; end the prompt with one that begins", param="inputs"
-        )
+    if not len(begins) or len(ids) - int(begins[-1]) > 3:
+        message = "only an answer that is not begun can be spoken; end the prompt with <|im_start|>assistant and a "
+        raise RequestError(message + "newline, or ask for text alone", param="inputs")
     heard = _of_users(ids, start=turns.start, user=turns.user).nonzero()[:, 0]
     head = ids[int(begins[-1]) : int(begins[-1]) + 3]
     text = [tokens.text_pad] * 4 + [tokens.text_bos]
@@ -83,10 +95,10 @@ def _of_users(ids: Tensor, *, start: int, user: int) -> Tensor:
 
 def _places(config: OmniConfig, ids: Tensor, places: Tensor | None, heard: Tensor) -> tuple[Tensor, float]:
     """Positions (n, 3) of the tokens that are heard, and the one that follows: as the thinker's, from 0 on and without
-    gaps; but a film's tokens, which are a video's and its sound's by turns, count one by one."""
+    gaps; but the tokens of `_films`, a video's and its sound's by turns, count one by one."""
     if places is None or not len(heard):
         return torch.arange(len(heard), dtype=torch.float32)[:, None].expand(-1, 3), float(len(heard))
-    is_film = _films(config, ids)[heard]
+    is_film = _films(config, ids[heard])
     parts, following = list[Tensor](), 0.0
     is_cut = (heard[1:] != heard[:-1] + 1) | (is_film[1:] != is_film[:-1])
     ends = [*(is_cut.nonzero()[:, 0] + 1).tolist(), len(heard)]
@@ -105,13 +117,15 @@ def _places(config: OmniConfig, ids: Tensor, places: Tensor | None, heard: Tenso
 
 
 def _films(config: OmniConfig, ids: Tensor) -> Tensor:
-    """(T,) bool: from the start of a video with sound to its end."""
+    """(n,) bool, of what is heard: from the start of a video with sound to its end, unless a picture follows. The
+    authors' code does not tell the talker that videos have sound, and it looks for videos only before pictures."""
     tokens, found = config.thinker.tokens, torch.zeros(len(ids), dtype=torch.bool)
     begins = (ids[:-1] == tokens.vision_start) & (ids[1:] == tokens.audio_start)
-    ends = (ids == tokens.vision_end).nonzero()[:, 0]
+    ends, pictures = ((ids == token).nonzero()[:, 0] for token in (tokens.vision_end, tokens.image))
     for begin in begins.nonzero()[:, 0].tolist():
-        later = ends[ends > begin]
-        found[begin : int(later[0]) + 1 if len(later) else len(ids)] = True
+        if not (pictures > begin).any():
+            later = ends[ends > begin]
+            found[begin : int(later[0]) + 1 if len(later) else len(ids)] = True
     return found
 
 
@@ -133,7 +147,7 @@ def speech_fields(params: ChatParams, *, generation: Mapping[str, Any], room: in
     fields = {chunk_field(index): min(size, cap) for index, size in enumerate(CHUNKS)}
     context = LEFT_CONTEXT if params.codec_left_context is None else params.codec_left_context
     # The last token that is drawn begins a frame that nothing completes.
-    return fields | {"frames": max(0, min(limit - 1, room)), "codec_left_context": max(1, context)}
+    return fields | {"frames": max(0, min(limit - 1, room)), "codec_left_context": context}
 
 
 def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dict[str, SamplingParams]:
@@ -141,10 +155,11 @@ def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dic
     are greedy too."""
     found: dict[str, SamplingParams] = {}
     for name, defaults in DEFAULTS.items():
-        values = {}
+        values: dict[str, Any] = {}
         for key, default in defaults.items():
             asked = getattr(params, f"{name}_{key}", None)
-            kept = generation.get(f"{name}_{key}")
+            is_greedy = key == "temperature" and generation.get(f"{name}_do_sample") is False
+            kept = 0.0 if is_greedy else generation.get(f"{name}_{key}")
             values[key] = next(value for value in (asked, kept, default) if value is not None)
         found[name] = SamplingParams(**values)
     if params.code_predictor_temperature is None and found["talker"].temperature == 0:
@@ -158,7 +173,10 @@ def speech_samplers(params: ChatParams, *, generation: Mapping[str, Any]) -> dic
 def windows(config: SpeechConfig, codes: Tensor | None, params: CodecParams) -> list[dict[str, Any]]:
     """Items of the walk `vocode`: all frames at once, or as the authors' code cuts them. Raises RequestError."""
     frames = _checked(config, codes)
-    size = params.codec_chunk_frames or len(frames)
+    size = min(params.codec_chunk_frames or len(frames), len(frames))
+    if size > MOST_AT_ONCE:
+        message = f"{size} frames of codes would be decoded at once; the limit is {MOST_AT_ONCE}; "
+        raise RequestError(f"{message}set codec_chunk_frames to at most that", param="params.codec_chunk_frames")
     left = LEFT_CONTEXT if params.codec_left_context is None else params.codec_left_context
     return list(_cut(frames, size=size, left=left))
 
@@ -180,6 +198,9 @@ def _checked(config: SpeechConfig, codes: Tensor | None) -> Tensor:
         raise RequestError(message, param="codes")
     if not codes.shape[1]:
         raise RequestError("codes has no frames; give at least one", param="codes")
+    if codes.shape[1] > (most := config.talker.max_positions):
+        message = f"codes has {codes.shape[1]} frames; the limit is {most}, of which no talker makes more; send fewer"
+        raise RequestError(message, param="codes")
     codes = codes.to(torch.int64)
     if codes.min() < 0 or codes.max() >= size:
         wrong = codes[(codes < 0) | (codes >= size)][0].item()

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from mstar.errors import ConfigError, RequestError
 from mstar.plugin.text import Vocabulary
+from mstar.plugin.thoughts import CLOSING, OPENING
 from mstar_plugin_qwen3_omni.config import OmniConfig
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -26,10 +27,15 @@ NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 CALLS = ("<tool_call>", "</tool_call>")
+THINKING = "params.chat_template_kwargs.enable_thinking"
 
 
 class Words(Vocabulary):
-    """The checkpoint's tokenizer. Special tokens say nothing, but for those around calls of tools."""
+    """The checkpoint's tokenizer. Special tokens say nothing, but for those around calls of tools and thoughts.
+
+    Attributes:
+        thinks: whether answers may begin with a thought, as the chat template knows of some.
+    """
 
     def __init__(self, config: OmniConfig) -> None:
         path = config.folder / "tokenizer.json"
@@ -39,18 +45,35 @@ class Words(Vocabulary):
         except Exception as error:  # the library raises nothing more definite
             raise ConfigError(f"{path} is no tokenizer that can be read: {error}; download it again") from error
         super().__init__(whole)
-        self._calls = {token["id"] for token in parsed["added_tokens"] if token["content"] in CALLS}
+        self.thinks = OPENING in config.chat_template or CLOSING in config.chat_template
+        shown = (*CALLS, OPENING, CLOSING) if self.thinks else CALLS
+        self._shown = {token["id"] for token in parsed["added_tokens"] if token["content"] in shown}
+        self._start = config.turns.start
         self.special = {token["content"]: token["id"] for token in parsed["added_tokens"] if token["special"]}
-        parsed["added_tokens"] = [token for token in parsed["added_tokens"] if not token["special"]]
-        self._plain = Tokenizer.from_str(json.dumps(parsed))
+        self._plain = Tokenizer.from_str(raw)
+        self._plain.encode_special_tokens = True  # as text; other added tokens stay tokens, with their ids
         longest_first = sorted(self.special, key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def shown(self, token: int) -> bytes:
-        return self.spelling(token) if token in self._calls else super().shown(token)
+        return self.spelling(token) if token in self._shown else super().shown(token)
+
+    def opens_thought(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside a thought, so that the answer goes on with it."""
+        begin = max((place for place, token in enumerate(ids) if token == self._start), default=0)
+        told = b"".join(map(self.spelling, ids[begin:])).decode(errors="replace")
+        return self.thinks and told.rfind(OPENING) > told.rfind(CLOSING)
+
+    def without_thought(self, ids: list[int]) -> list[int]:
+        """A prompt without the empty thought that may end it: what follows is an answer's beginning all the same."""
+        head = max((place for place, token in enumerate(ids) if token == self._start), default=0) + 3
+        told = b"".join(map(self.spelling, ids[head:])).decode(errors="replace")
+        is_empty = self.thinks and not told.replace(OPENING, "").replace(CLOSING, "").strip()
+        return ids[:head] if is_empty else ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is special."""
+        """Ids of a text in which nothing is special. Tags that are tokens but not special, as the release's of thoughts
+        and calls, are such for everybody who writes them."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -79,20 +102,26 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"the chat template in {config.folder} is not valid: {error}; download the checkpoint again"
             raise ConfigError(message) from error
-        self._takes_tools = "tools" in names
+        self._names = names
 
-    def pieces(self, turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[int | str | Slot]:
+    def pieces(
+        self, turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), enable_thinking: bool | None = None
+    ) -> list[int | str | Slot]:
         """What the prompt is made of, the beginning of the answer included.
 
         Args:
             turns: each with `role` and `content`: a text, or parts {"type": "text", "text"}, {"type": "image"} and so
                 on, or {"type": "ids"} for an insertion.
             tools: as OpenAI's API takes them.
+            enable_thinking: None: as the template does by itself.
 
-        Raises RequestError for turns that the template refuses, and tools that it leaves out.
+        Raises RequestError for turns that the template refuses, and for what it has no place for.
         """
-        if tools and not self._takes_tools:
+        if tools and "tools" not in self._names:
             raise RequestError("tools have no place in the model's chat template; leave them out", param="tools")
+        if enable_thinking is not None and "enable_thinking" not in self._names:
+            message = f"{THINKING} has no place in the model's chat template; leave it out"
+            raise RequestError(message, param=THINKING)
         used = set().union(*map(set, _texts(turns)), *map(set, _texts(tools)))
         free = [one for one in NONCHARACTERS if one not in used]
         if len(free) < 2:
@@ -111,6 +140,7 @@ class ChatTemplate:
             return [prepared(item) for item in value] if isinstance(value, Sequence) else value
 
         given = {"messages": prepared(turns), "tools": prepared(tools) or None, "add_generation_prompt": True}
+        given |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             prompt = self._template.render(**given)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:

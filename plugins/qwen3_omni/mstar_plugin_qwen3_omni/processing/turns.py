@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from mstar.types import AudioPart, ImagePart, Message, Part, Request, TensorPart
 from mstar_plugin_qwen3_omni.config import OmniConfig
 from mstar_plugin_qwen3_omni.processing import media
 from mstar_plugin_qwen3_omni.processing.media import Sight, Sound
-from mstar_plugin_qwen3_omni.processing.prompt import Prompt
-from mstar_plugin_qwen3_omni.processing.text import ChatTemplate, Slot, Words
+from mstar_plugin_qwen3_omni.processing.prompt import TEXT, Prompt
+from mstar_plugin_qwen3_omni.processing.text import THINKING, ChatTemplate, Slot, Words
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -49,8 +49,13 @@ class Reader:
 
     def read(self, request: Request) -> Prompt:
         """The prompt of a request. Raises RequestError that names the part."""
+        variables = request.params.chat_template_kwargs
+        enable_thinking = None if variables is None else variables.enable_thinking
         if not request.messages and any(isinstance(part, TokensPart) for part in request.parts):
-            return self._as_given(list(self._contents(request.parts, request, at="inputs")))
+            if enable_thinking is not None:
+                problem = f"{THINKING} is for chat templates, and token_ids pass by those; leave it out"
+                raise RequestError(problem, param=THINKING)
+            return self._as_given(self._contents(request.parts, request, at="inputs"))
         turns, inserted = list[dict[str, Any]](), list[list[int]]()
         queue: deque[Medium] = deque()
         for number, message in enumerate(request.messages or (Message("user", request.parts),)):
@@ -59,35 +64,29 @@ class Reader:
                 problem = f"{at}.role is {message.role[:60]!r}; known: {', '.join(ROLES)}"
                 raise RequestError(problem, param=f"{at}.role")
             where = f"{at}.content" if request.messages else at
-            contents = list(self._contents(message.parts, request, at=where))
+            contents = self._contents(message.parts, request, at=where)
             if message.role == "user" and not any(not isinstance(one, str) or one.strip() for one in contents):
                 raise RequestError(f"{where} is empty or blank; write some, or give media", param=where)
-            turns.append({"role": message.role, "content": _as_template(contents), **_calls(message)})
+            turns.append({"role": message.role, "content": _as_template(contents), **_more(message)})
             inserted += [one for one in contents if isinstance(one, list)]
             queue += [one for one in contents if isinstance(one, Medium)]
-        return self._through_template(turns, inserted, queue, tools=request.tools)
+        pieces = self._template.pieces(turns, tools=request.tools, enable_thinking=enable_thinking)
+        return self._joined(pieces, inserted, queue)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
-    def _contents(self, parts: Iterable[Part], request: Request, *, at: str) -> Iterator[Content]:
-        """What parts are. Frames with sound behind them are one: files have their own sound with them."""
-        is_film = request.params.use_audio_in_video
-        waiting: Medium | None = None
+    def _contents(self, parts: Iterable[Part], request: Request, *, at: str) -> list[Content]:
+        """What parts are. Frames with sound behind them are one, if it is to be heard: files have theirs with them."""
+        found, is_film = list[Content](), request.params.use_audio_in_video
         for number, part in enumerate(parts):
-            found = self._content(part, param=f"{at}.{number}")
-            if waiting is not None and isinstance(found, Medium) and found.sight is None:
-                yield Medium(waiting.param, waiting.sight, found.sound)
-                waiting = None
-                continue
-            if waiting is not None:
-                yield waiting
-                waiting = None
-            if is_film and isinstance(found, Medium) and found.kind == "video" and found.sound is None:
-                waiting = found
+            one, last = self._content(part, param=f"{at}.{number}"), found[-1] if found else ""
+            if not (is_film and isinstance(last, Medium) and isinstance(one, Medium)):
+                found.append(one)
+            elif last.kind == "video" and last.sound is None and one.kind == "audio":
+                found[-1] = Medium(last.param, last.sight, one.sound)
             else:
-                yield found
-        if waiting is not None:
-            yield waiting
+                found.append(one)
+        return found
 
     def _content(self, part: Part, *, param: str) -> Content:
         if isinstance(part, TextPart):
@@ -114,11 +113,10 @@ class Reader:
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
-    def _through_template(
-        self, turns: list[dict[str, Any]], inserted: list[list[int]], queue: deque[Medium], *, tools: Sequence[Any]
-    ) -> Prompt:
+    def _joined(self, pieces: list[int | str | Slot], inserted: list[list[int]], queue: deque[Medium]) -> Prompt:
+        """What the template made of messages."""
         prompt = Prompt(self.config)
-        for piece in self._template.pieces(turns, tools=tools):
+        for piece in pieces:
             if isinstance(piece, Slot):
                 prompt.add_text(inserted[piece])
             elif isinstance(piece, str):
@@ -148,6 +146,9 @@ class Reader:
         if queue:
             message = f"token_ids have no tokens left for {queue[0].param}; leave it out, or the other tokens of media"
             raise RequestError(message, param=queue[0].param)
+        if prompt.kinds[-1] != TEXT:
+            message = "the prompt ends with a token of media; close their frame (<|vision_end|>, <|audio_end|>)"
+            raise RequestError(message, param="inputs")
         return prompt
 
     def _add_ids(self, prompt: Prompt, ids: list[int], queue: deque[Medium]) -> None:
@@ -192,12 +193,13 @@ class Reader:
             prompt.add_sound(medium.sound)
 
 
-def _calls(message: Message) -> dict[str, Any]:
-    """What a turn has to do with calls of tools, as OpenAI's API and templates have it."""
+def _more(message: Message) -> dict[str, Any]:
+    """A turn's thoughts, and what it has to do with calls of tools, as OpenAI's API and templates have it."""
     named = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
     calls = [{"id": name, "type": "function", "function": called} for name, called in named]
     answered = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    return ({"tool_calls": calls} if calls else {}) | answered
+    thought = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    return ({"tool_calls": calls} if calls else {}) | answered | thought
 
 
 def _as_template(contents: list[Content]) -> str | list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from mstar_plugin_qwen3_omni.config.speech import SPECIAL_CODES
 from mstar_plugin_qwen3_omni.tiny import tokenizer, weights
-
-SPECIAL_CODES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from mstar.layers.decoder import decoder_rename as plain_decoder
-from mstar.layers.weights import Weights, load_into
+from mstar.layers.weights import Rename, Weights, load_into
 from mstar.plugin.spec import Checkpoint
 from mstar_plugin_qwen3_omni.modeling.code2wav import Code2Wav
 from mstar_plugin_qwen3_omni.modeling.predictor import Predictor
 from mstar_plugin_qwen3_omni.modeling.talker import Talker
 from mstar_plugin_qwen3_omni.weights.decoder import decoder_rename
-
-Rename = Callable[[str], str | None]
 
 _KIND = r"\.(weight|bias)"
 TALKER = {
@@ -68,12 +66,12 @@ def load_talker(module: Talker, checkpoint: Checkpoint, dtype: torch.dtype, devi
 
 def load_predictor(module: Predictor, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the code predictor. Raises ConfigError that lists what does not fit."""
-    _load(module, checkpoint, r"talker\.code_predictor\..*", _rules(PREDICTOR), dtype=dtype, device=device)
+    _load(module, checkpoint, r"talker\.code_predictor\..*", PREDICTOR, dtype=dtype, device=device)
 
 
 def load_vocoder(module: Code2Wav, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the codec's decoder. Raises ConfigError that lists what does not fit."""
-    _load(module, checkpoint, r"code2wav\..*", _rules(VOCODER), dtype=dtype, device=device)
+    _load(module, checkpoint, r"code2wav\..*", VOCODER, dtype=dtype, device=device)
 
 
 def _load(
@@ -89,7 +87,7 @@ def _load(
     load_into(module, Weights.open(checkpoint.folder), rename=rename, ignore=(others,), dtype=dtype, device=device)
 
 
-def _rules(rules: Mapping[str, str]) -> Rename:
+def _rules(rules: Mapping[str, str]) -> Callable[[str], str | None]:
     compiled = [(re.compile(pattern), template) for pattern, template in rules.items()]
 
     def rename(name: str) -> str | None:

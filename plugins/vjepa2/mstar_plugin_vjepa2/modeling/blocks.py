@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mstar.layers.activation import activation
 from mstar.layers.linear import Linear, MergedLinear
 from mstar.layers.norm import LayerNorm
 from mstar_plugin_vjepa2.config import BlocksConfig
@@ -61,13 +62,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---- the block ------------------------------------------------------------------------------------------
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that a checkpoint's `hidden_act` names."""
-    if name in ("gelu_new", "gelu_pytorch_tanh"):
-        return nn.GELU(approximate="tanh")
-    return {"gelu": nn.GELU(), "relu": nn.ReLU(), "silu": nn.SiLU(), "swish": nn.SiLU()}[name]
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""The activation functions that checkpoints name."""
+"""The activation functions that checkpoints name: those of `mstar.plugin.fields.ACTIVATIONS`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _BY_NAME: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": _quick_gelu,
     "relu": functional.relu,
     "silu": functional.silu,
+    "swish": functional.silu,
 }
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function of one of `config.thinker.ACTIVATIONS`."""
+    """(any shape) -> the same; of a known name."""
     return _BY_NAME[name]
