@@ -34,7 +34,8 @@ def routing_of(*replicas: int, ready: bool = True) -> Routing:
     """Groups of so many replicas: one with everything, or "g0" with "n0" and so on."""
     groups = [Group(name=f"g{n}", nodes=(f"n{n}",), replicas=number) for n, number in enumerate(replicas)]
     alone = Group(name="all", nodes=("*",), replicas=replicas[0])
-    placement = Placement(groups=tuple(groups) if len(groups) > 1 else (alone,))
+    homes = {f"walk {n}": n for n in range(len(groups))}
+    placement = Placement(groups=tuple(groups) if len(groups) > 1 else (alone,), homes=homes)
     routing = Routing(placement, max_running_each=4, stall_timeout_s=30, start_timeout_s=100)
     for worker in range(sum(replicas)):
         routing.started(worker, pid=100 + worker)
@@ -273,6 +274,14 @@ def test_all_of_a_route_hear_what_concerns_the_request() -> None:
     ):
         assert routing.to_workers(message) == [(0, message), (2, message)]
     assert routing.to_workers(Abort(request_id="b")) == [] and routing.take_sends() == []
+
+
+def test_inputs_go_to_those_alone_who_go_through_the_walks() -> None:
+    routing = routing_of(1, 2, 1)
+    assert route_of(routing, "a") == (0, 1, 3)
+    begin = Begin(request_id="a", walks={"main": "walk 1", "more": "walk 2"}, inputs={"x": 1})
+    told = [(worker, message.inputs) for worker, message in routing.to_workers(begin) if isinstance(message, Begin)]
+    assert told == [(0, {}), (1, {"x": 1}), (3, {"x": 1})]
 
 
 def test_a_session_keeps_its_route() -> None:

@@ -132,6 +132,10 @@ class Routing:
         else:
             found = self._routed.get(message.request_id)
             route = () if found is None else found.route
+        if isinstance(message, messages.Begin):  # what walks need is for those that go through them
+            bare = msgspec.structs.replace(message, inputs={})
+            homes = {self._placement.homes.get(walk) for walk in message.walks.values()}
+            return [(w, message if self.replicas[w].group in homes or None in homes else bare) for w in route]
         return [(worker, message) for worker in route]
 
     def from_worker(self, worker: int, message: FromWorker) -> list[FromWorker]:

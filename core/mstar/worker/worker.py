@@ -199,6 +199,7 @@ class Worker:
             else:
                 self.router.handle(message)
         self.router.resume()
+        self._post()
 
     def schedule(self, *, is_running: bool = False) -> Batch | None:
         """The next batch. When work is ready but nothing can ever run, the youngest request fails, so others go on."""
