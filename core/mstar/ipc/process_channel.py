@@ -62,7 +62,7 @@ class Road(Struct, frozen=True, kw_only=True):
 
 
 class _Gone(Exception):
-    """The sender of a message has ended, and its arena with it."""
+    """The sender of a message is known to have ended, or its arena is gone with it; all that comes of it is dropped."""
 
 
 def _listener(address: str) -> int:
@@ -96,6 +96,7 @@ class _Post:
         self.arena = Arena(arena)
         self.arenas: dict[int, Arena] = {}
         self.sender = (0, 0)
+        self._gone: set[int] = set()
         self._server = server
         self._outlets: dict[str, zmq.Socket[bytes]] = {}
         self._self = number, arena
@@ -130,17 +131,21 @@ class _Post:
         return bool(self._arrivals.poll(None if timeout_s == math.inf else max(0, math.ceil(1000 * timeout_s))))
 
     def receive(self) -> tuple[bytes, Message | None]:
-        """The next message, which is there, and its kind. Raises what decoding raises."""
+        """The next message, which is there, and its kind. Raises _Gone, or what decoding raises."""
         frame = self.inbox.recv()
         kind, number, file, num_inline = _HEAD.unpack_from(frame)
         self.sender = number, file
         self._frames = [self.inbox.recv(copy=False) for _ in range(num_inline)]
+        if number in self._gone:
+            raise _Gone(f"process {number} has ended")
         body = memoryview(frame)[_HEAD.size :]
         return kind, self._decode(body) if len(body) else None
 
     def forget(self, address: str) -> None:
         """Whoever had an inbox there has ended."""
-        self.arenas.pop(_number_of(address), None)
+        number = int(address.rpartition("-")[2])
+        self._gone.add(number)
+        self.arenas.pop(number, None)
         self.arena.forget(address)
         if (outlet := self._outlets.pop(address, None)) is not None:
             outlet.close(linger=0)
@@ -159,10 +164,11 @@ class _Post:
                 arena = Arena(opened)
             finally:
                 os.close(opened)
+            if arena.owner != sender:
+                raise ValueError(f"it is that of {arena.owner}")
         except (OSError, ValueError) as error:  # no such file, or another one
+            self._gone.add(sender)
             raise _Gone(f"the memory of process {sender} is not there: {error}") from error
-        if arena.owner != sender:
-            raise _Gone(f"the memory of process {sender} is not there, but that of {arena.owner}")
         self.arenas[sender] = arena
         return arena
 
@@ -188,10 +194,6 @@ class _Post:
             return torch.frombuffer(bytearray(self._frames.pop(0).buffer), dtype=torch.uint8)
         arena = self.arenas.get(self.sender[0]) or self.map(*self.sender)
         return arena.read(*place, num_bytes=num_bytes)
-
-
-def _number_of(address: str) -> int:
-    return int(address.rpartition("-")[2])
 
 
 # ---- a worker's end ---------------------------------------------------------------------------------------------
