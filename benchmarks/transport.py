@@ -5,10 +5,10 @@
 A float32 tensor of 4 KB, 1 MB and 64 MB goes to a spawned process, which reads one word of each page and answers with a
 small message. Printed are the medians of round trips in microseconds, from rounds that take turns, and how many times
 the bandwidth of pickling that is. Ours is the channel as engine and worker hold it: the engine's end on an event loop,
-messages validated, the tensor copied in and out again, so that both sides own what they have. The floor is what it
-stands on: zmq's sockets on an event loop (`zmq, loop`) and in a blocking one (`zmq`) with the bytes alone, for 1 MB and
-more with as few bytes as announce a tensor elsewhere, and copies of a tensor into and out of memory that is there
-already. A queue is measured with one and the same tensor (`reused`), whose memory is shared once, and with a new one
+messages validated, the tensor copied in and out again, so that both sides own what they have; between workers there is
+no event loop. The floor is what that stands on: zmq's sockets, on an event loop (`zmq, loop`) and without (`zmq`), with
+the bytes alone; of large tensors as many bytes as announce them, and one copy into memory that is there and one into
+new memory. A queue is measured with one and the same tensor (`reused`), whose memory is shared once, and with a new one
 each time, as results are.
 """
 
@@ -58,7 +58,11 @@ def answer_channel(road: str, server: str) -> None:
             if isinstance(message, Shutdown):
                 return end.close()
             assert isinstance(message, Begin)
-            end.send(Emit(request_id="r", name="x", path=(), value=touch(message.inputs["x"])))
+            value = touch(message.inputs["x"])
+            if message.request_id == "of a worker":
+                end.send_to(1, Begin(request_id="r", walks={}, inputs={"x": value}))
+            else:
+                end.send(Emit(request_id="r", name="x", path=(), value=value))
 
 
 def answer_bytes(address: str) -> None:
@@ -97,6 +101,15 @@ async def measure(roundtrip: RoundTrip, size: int, *, seconds: float, is_new: bo
     return times[1:]
 
 
+def worker_here(exchange: Exchange) -> ProcessWorkerEnd:
+    """Another worker's end, in this process."""
+    road = exchange.end(1).road
+    own = {name: os.dup(getattr(road, name)) for name in ("inbox", "arena", "lifeline")}
+    end = ProcessWorkerEnd(msgspec.structs.replace(road, **own), server=os.getpid(), on_lost=lambda: None)
+    end.receive(0.2)  # it hears of the others
+    return end
+
+
 async def main(arguments: argparse.Namespace) -> None:
     exchange = Exchange()
     channel = exchange.end(0)
@@ -109,6 +122,7 @@ async def main(arguments: argparse.Namespace) -> None:
             socket.bind(f"ipc://{folder}/{way}")
             command = [sys.executable, __file__, f"--{way}", f"ipc://{folder}/{way}"]
             children.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        peer = worker_here(exchange)
         arrived = asyncio.Event()
         room = torch.ones(SIZES["64 MB"] // 4)
         spawn = multiprocessing.get_context("spawn")
@@ -119,6 +133,10 @@ async def main(arguments: argparse.Namespace) -> None:
         async def ours(tensor: torch.Tensor) -> None:
             channel.send(Begin(request_id="r", walks={}, inputs={"x": tensor}))
             await channel.receive()
+
+        async def between_workers(tensor: torch.Tensor) -> None:
+            peer.send_to(0, Begin(request_id="of a worker", walks={}, inputs={"x": tensor}))
+            peer.receive()
 
         async def pickled(tensor: torch.Tensor) -> None:
             pair.send(pickle.dumps(tensor))
@@ -149,8 +167,11 @@ async def main(arguments: argparse.Namespace) -> None:
             there.put(tensor)
             back.get()
 
-        ways = {"ours": (ours, True), "pickled pyzmq": (pickled, True), "queue": (queue, True)}
-        ways |= {"queue, reused": (queue, False), "zmq": (raw, True), "zmq, loop": (raw_on_loop, True)}
+        ways = {
+            "ours": (ours, True), "ours, between workers": (between_workers, True), "pickled pyzmq": (pickled, True),
+            "queue": (queue, True), "queue, reused": (queue, False), "zmq": (raw, True),
+            "zmq, loop": (raw_on_loop, True),
+        }  # fmt: skip
         found: dict[tuple[str, str], list[float]] = {(way, size): [] for way in ways for size in SIZES}
         for number in range(-1, arguments.rounds):  # the first round warms up
             for size, num_bytes in SIZES.items():
@@ -164,6 +185,7 @@ async def main(arguments: argparse.Namespace) -> None:
             report(size=size, median_us={way: round(us) for way, us in medians.items()}, times_pickled=times_pickled)
         report(**machine(), threads_alive=threading.active_count())
         channel.send(Shutdown())
+        peer.close()
         pair.send(pickle.dumps(None))
         bare.send(b"")
         there.put(None)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec import structs
@@ -97,8 +98,8 @@ async def gathered(engine: EngineEnd, number: int) -> list[Any]:
     return found
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+def run(scenario: Coroutine[Any, Any, None], *, within_s: float = 30) -> None:
+    asyncio.run(asyncio.wait_for(scenario, within_s))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -426,6 +427,63 @@ def test_a_worker_that_starts_again_is_somebody_else() -> None:
             assert await ids(first, 1) == ["l"]
 
     run(scenario())
+
+
+SENDER = """
+import os, sys, msgspec, torch
+from mstar.ipc.messages import Begin, Emit
+from mstar.ipc.process_channel import ProcessWorkerEnd, Road
+road = msgspec.json.decode(sys.argv[1], type=Road)
+end = ProcessWorkerEnd(road, server=int(sys.argv[2]), on_lost=lambda: os._exit(1))
+end.receive(1)
+number = 0
+while True:
+    large = torch.full((1 + number * 7919 % 150_000,), number % 251, dtype=torch.uint8)
+    end.send(Emit(request_id="r", name="x", path=(number,), value=large))
+    end.send_to(0, Begin(request_id=str(number), walks={}, inputs={"x": large}))
+    number += 1
+"""
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_while_it_sends_leaves_whole_messages_and_no_block_taken() -> None:
+    def check(found: list[Any], *, at: int) -> int:
+        for message in found:
+            number, value = (
+                (message.path[0], message.value) if isinstance(message, Emit)
+                else (int(message.request_id), message.inputs["x"])
+            )  # fmt: skip
+            assert number == at and len(value) == 1 + number * 7919 % 150_000 and (value == number % 251).all()
+            at += 1
+        return at
+
+    async def scenario() -> None:
+        async with exchange() as channels:
+            _, worker = channels.open(0)
+            assert await ids(worker, 1) == ["first"]
+            for _ in range(2):
+                engine = channels.exchange.end(1)
+                road = msgspec.json.encode(engine.road).decode()
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", SENDER, road, str(os.getpid()), pass_fds=engine.road.files
+                )
+                engine.hand_over()
+                at, there, until = 0, 0, None
+                while until is None or time.monotonic() < until:
+                    at = check(await asyncio.wait_for(engine.receive(), 30), at=at)
+                    there = check(await received(worker, 0), at=there)
+                    until = until or time.monotonic() + 0.3
+                    for _ in range(20):
+                        engine.send(begin(torch.zeros(INLINE_BYTES)))  # which it never reads
+                process.kill()
+                await process.wait()
+                assert at > 0 and there > 0
+                engine.dispose()
+                for message in await received(worker, 0.5):
+                    there = check([message], at=there)
+                assert channels.exchange.post.arena.num_taken == 0
+
+    run(scenario(), within_s=100)
 
 
 def test_only_processes_of_the_same_user_reach_an_inbox() -> None:

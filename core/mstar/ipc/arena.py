@@ -27,7 +27,7 @@ ARENA_BYTES = 256 * 2**20
 _HEADER = 64
 _GROWTH = 1 << 20
 _POOLED = 1 << 18
-_KEPT_BYTES = 1 << 27
+_KEPT_BYTES = 1 << 28
 _FREE = 3  # references to a buffer that no tensor has: of the list, of who looks, of the call that counts
 
 

@@ -12,7 +12,6 @@ belong to one process: whoever starts again in another's place is somebody else,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -39,6 +38,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 
 _LINGER_MS = 2000
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as numbers, since enumerations are slow
 _MOST_AT_ONCE = 256
 _HEAD = struct.Struct("=cIII")  # kind, sender, its arena's file in the server, number of frames that follow
 _MESSAGE, _BEAT, _END = b"M", b"B", b"E"
@@ -62,7 +62,7 @@ class Road(Struct, frozen=True, kw_only=True):
 
 
 class _Gone(Exception):
-    """The sender of a message has ended, and its arena with it."""
+    """The sender of a message is known to have ended, or its arena is gone with it; all that comes of it is dropped."""
 
 
 def _listener(address: str) -> int:
@@ -91,9 +91,12 @@ class _Post:
         for option, value in ((zmq.RCVHWM, 0), (zmq.IPC_FILTER_UID, os.getuid()), (zmq.USE_FD, inbox)):
             self.inbox.setsockopt(option, value)
         self.inbox.bind(address)
+        self._arrivals = zmq.Poller()
+        self._arrivals.register(self.inbox, zmq.POLLIN)
         self.arena = Arena(arena)
         self.arenas: dict[int, Arena] = {}
         self.sender = (0, 0)
+        self._gone: set[int] = set()
         self._server = server
         self._outlets: dict[str, zmq.Socket[bytes]] = {}
         self._self = number, arena
@@ -115,27 +118,34 @@ class _Post:
             for start in self._places:
                 self.arena.give_back(start)
             raise
-        num_inline = len(self._inline)
+        left = len(self._inline)
         outlet = self._outlets.get(address) or self._connect(address)
-        with contextlib.suppress(zmq.Again):  # whoever was there has ended
-            flags = zmq.NOBLOCK | (zmq.SNDMORE if num_inline else 0)
-            outlet.send(_HEAD.pack(kind, *self._self, num_inline) + body, flags)
-            for left, elements in zip(reversed(range(num_inline)), self._inline, strict=True):
-                outlet.send(elements.numpy().data, zmq.NOBLOCK | (zmq.SNDMORE if left else 0))
+        outlet.send(_HEAD.pack(kind, *self._self, left) + body, _NOBLOCK | _MORE if left else _NOBLOCK)
+        for elements in self._inline:
+            left -= 1
+            outlet.send(elements.numpy().data, _NOBLOCK | _MORE if left else _NOBLOCK)
         self._inline.clear()
 
-    def receive(self, flags: int = zmq.NOBLOCK) -> tuple[bytes, Message | None]:
-        """The next message and its kind. Raises zmq.Again if there is none, or what decoding raises."""
-        frame = self.inbox.recv(flags)
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message is there, or comes in time."""
+        return bool(self._arrivals.poll(None if timeout_s == math.inf else max(0, math.ceil(1000 * timeout_s))))
+
+    def receive(self) -> tuple[bytes, Message | None]:
+        """The next message, which is there, and its kind. Raises _Gone, or what decoding raises."""
+        frame = self.inbox.recv()
         kind, number, file, num_inline = _HEAD.unpack_from(frame)
         self.sender = number, file
         self._frames = [self.inbox.recv(copy=False) for _ in range(num_inline)]
+        if number in self._gone:
+            raise _Gone(f"process {number} has ended")
         body = memoryview(frame)[_HEAD.size :]
         return kind, self._decode(body) if len(body) else None
 
     def forget(self, address: str) -> None:
         """Whoever had an inbox there has ended."""
-        self.arenas.pop(_number_of(address), None)
+        number = int(address.rpartition("-")[2])
+        self._gone.add(number)
+        self.arenas.pop(number, None)
         self.arena.forget(address)
         if (outlet := self._outlets.pop(address, None)) is not None:
             outlet.close(linger=0)
@@ -154,10 +164,11 @@ class _Post:
                 arena = Arena(opened)
             finally:
                 os.close(opened)
+            if arena.owner != sender:
+                raise ValueError(f"it is that of {arena.owner}")
         except (OSError, ValueError) as error:  # no such file, or another one
+            self._gone.add(sender)
             raise _Gone(f"the memory of process {sender} is not there: {error}") from error
-        if arena.owner != sender:
-            raise _Gone(f"the memory of process {sender} is not there, but that of {arena.owner}")
         self.arenas[sender] = arena
         return arena
 
@@ -183,10 +194,6 @@ class _Post:
             return torch.frombuffer(bytearray(self._frames.pop(0).buffer), dtype=torch.uint8)
         arena = self.arenas.get(self.sender[0]) or self.map(*self.sender)
         return arena.read(*place, num_bytes=num_bytes)
-
-
-def _number_of(address: str) -> int:
-    return int(address.rpartition("-")[2])
 
 
 # ---- a worker's end ---------------------------------------------------------------------------------------------
@@ -227,24 +234,17 @@ class ProcessWorkerEnd:
         """All messages there are, of all senders, each in its order; waits up to `timeout_s` for the first."""
         messages: list[ToWorker] = []
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        flags = zmq.NOBLOCK
-        while True:
+        while self._post.wait(0.0 if messages else deadline - time.monotonic()):
             try:
-                _, message = self._post.receive(flags)
+                _, message = self._post.receive()
             except _Gone:
                 logger.debug("a message of a process that has ended is dropped", exc_info=True)
-            except zmq.Again:
-                left_s = deadline - time.monotonic()
-                if messages or left_s <= 0:
-                    return messages
-                self._post.inbox.setsockopt(zmq.RCVTIMEO, -1 if left_s == math.inf else math.ceil(1000 * left_s))
-                flags = zmq.Flag(0)
+                continue
+            if isinstance(message, Peers):
+                self._meet(message.addresses)
             else:
-                flags = zmq.NOBLOCK
-                if isinstance(message, Peers):
-                    self._meet(message.addresses)
-                else:
-                    messages.append(cast(ToWorker, message))
+                messages.append(cast(ToWorker, message))
+        return messages
 
     def close(self) -> None:
         """Say so, and no more; what was sent is still delivered. Not for use while another thread receives."""
@@ -396,13 +396,13 @@ class Exchange:
     def _on_arrivals(self) -> None:
         """Read what there is: zmq tells of new messages only after that."""
         for _ in range(_MOST_AT_ONCE):
+            if not self.post.wait(0.0):
+                return
             message: Message | None = None
             failure: Exception | None = None
             try:
                 kind, message = self.post.receive()
                 failure = EOFError("the worker has ended") if kind == _END else None
-            except zmq.Again:
-                return
             except Exception as error:  # noqa: BLE001  # whoever receives next raises it
                 failure = error
             if (end := self._ends.get(self.post.sender[0])) is not None:
