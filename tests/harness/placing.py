@@ -45,9 +45,9 @@ def ask_beside(
     draw.shuffle(mixed)
     aborts = {place: draw.randint(0, 4) for place, (number, _) in enumerate(mixed) if number is None}
     found = served.ask_all(*(wire for _, wire in mixed), apart_s=0.01, abort_after=aborts)
-    for place in aborts:
-        gone: Any = found[place]
-        assert isinstance(gone, RequestError) and gone.code == "aborted", repr(gone)[:300]
+    gone: list[Any] = [found[place] for place in aborts]  # some may have ended before
+    assert {error.code for error in gone if not isinstance(error, Answer)} <= {"aborted"}, gone
+    assert not leaving or any(isinstance(one, RequestError) for one in gone)
     answers = {number: answer for (number, _), answer in zip(mixed, found, strict=True) if number is not None}
     return [answers[number] for number in range(len(wires))]
 
