@@ -76,9 +76,11 @@ class Asked(Served):
     """A served model that answers native requests."""
 
     async def answer(self, wire: GenerateRequest, *, abort_after: int | None = None) -> Answer:
-        """Send a request and wait for its end. `abort_after`: hang up after so many chunks."""
+        """Send a request and wait for its end. `abort_after`: hang up after so many chunks (0: at once)."""
         handle = await self.engine.submit(wire)
         found = Answer(None, [])  # type: ignore[arg-type]  # set below
+        if abort_after == 0:
+            handle.abort()
         async for chunk in handle:
             found.chunks.append(chunk)
             if len(found.chunks) == abort_after:

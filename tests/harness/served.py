@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
+from meshed import InspectedEnd, Threads, check_clean, look_at, unfinished
 
 from mstar import launch
 from mstar.config import EngineConfig, ServerConfig
-from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Between, DropSession, FromWorker, ToWorker
+from mstar.placement import Placement
 from mstar.server.app import create_app
 from mstar.server.engine import Engine
 from mstar.worker.worker import Worker
@@ -30,43 +28,19 @@ WAIT_S = 100.0
 START_S = 400.0  # some compile first
 
 
-class InspectedEnd:
-    """A worker's end that also runs what tests ask of the worker's thread, between two steps."""
-
-    def __init__(self, end: WorkerEnd) -> None:
-        self._end = end
-        self._looks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-
-    def send(self, message: FromWorker) -> None:
-        self._end.send(message)
-
-    def send_to(self, worker: int, message: Between) -> None:
-        self._end.send_to(worker, message)
-
-    def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
-        messages = self._end.receive(timeout_s)
-        while not self._looks.empty():
-            look, future = self._looks.get()
-            try:
-                future.set_result(look())
-            except BaseException as error:  # noqa: BLE001  # the test's thread raises it
-                future.set_exception(error)
-        return messages
-
-    def look(self, look: Callable[[], Any]) -> Future[Any]:
-        """Run `look` on the worker's thread at its next turn."""
-        future: Future[Any] = Future()
-        self._looks.put((look, future))
-        return future
-
-
 class Served:
     """An engine and its worker.
 
     The engine's event loop runs in a thread of its own, so that tests are plain code.
+
+    Args:
+        in_threads: the workers of a placement are threads of this process, so that tests can look at them.
+
+    Attributes:
+        workers: those of this process; `worker` is the first.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, in_threads: bool = False, **settings: Any) -> None:
         torch.set_num_threads(1)  # several workers share the machine's cores
         self.config = EngineConfig(**settings)
         self._loop = asyncio.new_event_loop()
@@ -75,28 +49,37 @@ class Served:
         self._stack = contextlib.AsyncExitStack()
         self.model: launch.Model
         self.engine: Engine
-        self.worker: Worker
+        self.workers: list[Worker] = []
         try:
-            self.run(self._start(), timeout_s=START_S)
+            self.run(self._start(in_threads), timeout_s=START_S)
         except BaseException:
             self._stop_loop()
             raise
 
-    async def _start(self) -> None:
-        kept: list[tuple[Worker, InspectedEnd]] = []
+    async def _start(self, in_threads: bool) -> None:
+        workers = self.workers
 
         class Kept(Worker):
             def __init__(self, *arguments: Any) -> None:
-                end = InspectedEnd(arguments[-1])
-                super().__init__(*arguments[:-1], end)  # type: ignore[call-arg]
-                kept.append((self, end))
+                super().__init__(*arguments[:-1], InspectedEnd(arguments[-1]))  # type: ignore[call-arg]
+                workers.append(self)
+
+        def in_place_of_processes(config: EngineConfig, placement: Placement, *, threads: int) -> Threads:
+            made = Threads(self.model, config, placement)
+            workers.extend(made.workers)
+            return made
 
         self.model = launch.find_model(self.config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "Worker", Kept)
+            if in_threads:
+                patch.setattr(launch, "Processes", in_place_of_processes)
             starting = launch.started_engine(self.config, model=self.model)
             self.engine = await self._stack.enter_async_context(starting)
-        ((self.worker, self._worker_end),) = kept
+
+    @property
+    def worker(self) -> Worker:
+        return self.workers[0]
 
     def close(self) -> None:
         try:
@@ -155,31 +138,22 @@ class Served:
         )
 
     def on_worker(self, look: Callable[[], Any]) -> Any:
-        """The result of `look`, run on the worker's thread when it has read all that was sent to it before."""
+        """The result of `look`, run on the only worker's thread when it has read all that was sent to it before."""
+        (found,) = self.on_each(lambda _: look())
+        return found
 
-        async def send() -> Future[Any]:
-            future = self._worker_end.look(look)
-            self.engine._end.send(DropSession(session="no such session"))  # wakes the worker
-            return future
-
-        return self.run(send()).result(WAIT_S)
+    def on_each(self, look: Callable[[Worker], Any]) -> list[Any]:
+        """The same of every worker of this process."""
+        return look_at(self.workers, look)
 
     def assert_clean(self) -> None:
-        """Nothing is left of any request: pages, slot rows, swapped pages, queues."""
+        """Nothing is left of any request: pages, slot rows, swapped pages, queues, messages."""
         wait_until(self._is_settled, what=lambda: self.engine.state.stats)
         assert self.engine.state.dead is None
-        self.on_worker(self._check_worker)
+        self.on_each(check_clean)
 
     def _is_settled(self) -> bool:
-        return self.engine.state.dead is not None or (self.is_idle and self.on_worker(self._num_open) == 0)
-
-    def _num_open(self) -> int:
-        return len(self.worker.router.requests) + len(list(self.worker.scheduler.works()))
-
-    def _check_worker(self) -> None:
-        self.worker.check_integrity()
-        assert not list(self.worker.router.holdings.tenants())
-        assert self.worker.modules.swap_space.used_bytes == 0
+        return self.engine.state.dead is not None or (self.is_idle and not any(self.on_each(unfinished)))
 
 
 def wait_until(is_true: Callable[[], bool], *, timeout_s: float = 20.0, what: Callable[[], Any] = str) -> None:

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 import torch
+from meshed import InspectedEnd, Threads, check_clean, look_at, unfinished
 from mstar_plugin_echo.oracle import Expected, SessionMemory, expected, make_request
 from mstar_plugin_echo.reference import Model
-from served import InspectedEnd
 from torch import Tensor
 
 from mstar import launch
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
-from mstar.ipc.channel import memory_channel, memory_mesh
+from mstar.ipc.channel import memory_channel
 from mstar.ipc.messages import DropSession
 from mstar.ipc.tensors import tensor_bytes
 from mstar.placement import Group, Placement
@@ -36,9 +36,7 @@ from mstar.plugin.processor import Processor
 from mstar.plugin.spec import Limits, ModelSpec, load_object
 from mstar.plugin.validate import validate
 from mstar.server.engine import Engine, RequestHandle
-from mstar.server.fleet import Fleet
 from mstar.server.native import GenerateRequest, Input, TensorInput, TensorValue, TextInput, TokensInput
-from mstar.server.routing import Routing
 from mstar.types import AudioChunk, Chunk, Request, TensorChunk, TextChunk
 from mstar.worker.worker import Worker
 
@@ -308,8 +306,6 @@ class Served:
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._loop_thread.start()
         self.worker, self.engine = self._build()
-        self._worker_thread = threading.Thread(target=self.worker.run, daemon=True)
-        self._worker_thread.start()
         self.run(self.engine.start(), timeout_s=START_S)
 
     def _build(self) -> tuple[Worker, Engine]:
@@ -330,14 +326,22 @@ class Served:
                 spec=spec, graph=graph, make_processor=make_processor, config=self.config, end=self._engine_end
             )
 
-        return Worker(spec, graph, found, self.config, self._worker_end), self.run(make_engine())
+        worker = Worker(spec, graph, found, self.config, self._worker_end)
+        self._worker_thread = threading.Thread(target=worker.run, daemon=True)
+        self._worker_thread.start()
+        return worker, self.run(make_engine())
 
     def close(self) -> None:
         self.run(self.engine.close())
         self._worker_thread.join(10)
+        assert not self._worker_thread.is_alive()
+        self._stop_loop()
+
+    def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join(10)
-        assert not self._worker_thread.is_alive()
+        assert not self._loop_thread.is_alive()
+        self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Any], *, timeout_s: float = WAIT_S) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
@@ -411,36 +415,14 @@ class Served:
         return future.result(WAIT_S)
 
     def _unfinished(self) -> list[str]:
-        return _unfinished(self.worker)
+        return unfinished(self.worker)
 
     def assert_clean(self, *, sessions: int = 0) -> None:
         """Nothing is left of any request: pages, slot rows, swapped images, queues, sessions."""
         self.settle()
-        self.on_worker(lambda: _check_worker(self.worker, sessions=sessions))
+        self.on_worker(lambda: check_clean(self.worker, sessions=sessions))
         assert self.engine.state.dead is None
         assert self.engine.num_active == 0
-
-
-def _unfinished(worker: Worker) -> list[str]:
-    works = [work.op.target for work in worker.scheduler.works()]
-    return works + [f"request {request.info.task}" for request in worker.router.requests.values()]
-
-
-def _check_worker(worker: Worker, *, sessions: int) -> None:
-    worker.check_integrity()
-    holdings, modules = worker.router.holdings, worker.modules
-    assert len(holdings.sessions) == sessions
-    if sessions:
-        return
-    assert not list(holdings.tenants())
-    assert not worker.router._early and not worker.router.remote._calls and not worker.router.remote._late
-    assert modules.swap_space.used_bytes == 0
-    for module in modules.by_name.values():
-        assert module.slots.num_used == 0, f"{module.name} has {module.slots.num_used} rows left"
-        assert module.pool is None or module.pool.num_used == 0, f"{module.name} has pages left"
-        for name, sampler in module.slots.samplers.items():
-            assert not any(sampler._users.values()), f"sampler {name} remembers rows"
-            assert not int(sampler.step[1:].abs().sum()), f"sampler {name} has counted draws"
 
 
 class Meshed(Served):
@@ -452,65 +434,42 @@ class Meshed(Served):
 
     def __init__(self, oracle: Oracle, groups: Sequence[Sequence[str]], settings: dict[str, Any]) -> None:
         self.groups = [Group(nodes=tuple(nodes)) for nodes in groups]
-        self.workers: list[Worker] = []
-        self.looks: list[InspectedEnd] = []
         super().__init__(oracle, settings)
         assert all(worker.places.group == n for n, worker in enumerate(w.modules for w in self.workers))
 
     def _build(self) -> tuple[Worker, Engine]:
-        spec = loader.load("echo").spec
-        found = checkpoint.resolve(spec, self.config.model, parts={})
-        graph = spec.graph(found.config)
-        placement = Placement.of(self.groups, graph)
-        self.ends = memory_mesh(len(self.groups), check=True)
-        for place, (_, end) in zip(placement.workers, self.ends, strict=True):
-            self.looks.append(InspectedEnd(end))
-            more: dict[str, Any] = {"placing": placement, "worker": place.index, "group": place.group}
-            self.workers.append(Worker(spec, graph, found, self.config, self.looks[-1], **more))
+        model = launch.find_model(self.config)
+        self.threads = Threads(model, self.config, Placement.of(self.groups, model.graph))
+        self.workers = self.threads.workers
 
         async def make_engine() -> Engine:
-            routing = Routing(
-                placement, max_running_each=self.config.max_num_seqs, stall_timeout_s=100, start_timeout_s=START_S
-            )
-            fleet = Fleet(routing)
-            for place, (end, _) in zip(placement.workers, self.ends, strict=True):
-                fleet.attach(place.index, end, pid=1)
-            for worker in self.workers[1:]:
-                self.threads.append(threading.Thread(target=worker.run, daemon=True))
-                self.threads[-1].start()
-            make = load_object(spec.processor, plugin=spec.name)
+            self.threads.start()
+            spec, end = model.plugin.spec, self.threads.end
             return Engine(
-                spec=spec, graph=graph, make_processor=lambda limits: make(found, limits), config=self.config, end=fleet
+                spec=spec, graph=model.graph, make_processor=model.make_processor, config=self.config, end=end
             )
 
-        self.threads: list[threading.Thread] = []
         return self.workers[0], self.run(make_engine())
 
     def close(self) -> None:
-        super().close()
-        for thread in self.threads:
-            thread.join(10)
-            assert not thread.is_alive()
+        self.run(self.engine.close())
+        self.run(self.threads.stop(at_once=False))
+        self._stop_loop()
 
     def on_each(self, look: Callable[[Worker], Any]) -> list[Any]:
         """The results of `look` on every worker, run on its thread."""
-        found = []
-        for worker, inspected, (end, _) in zip(self.workers, self.looks, self.ends, strict=True):
-            future = inspected.look(partial(look, worker))
-            end.send(DropSession(session="no such session"))
-            found.append(future.result(WAIT_S))
-        return found
+        return look_at(self.workers, look)
 
     def settle(self, *, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.engine.num_active or any(self.on_each(_unfinished)):
-            assert time.monotonic() < deadline, f"left over: {self.on_each(_unfinished)}"
+        while self.engine.num_active or any(self.on_each(unfinished)):
+            assert time.monotonic() < deadline, f"left over: {self.on_each(unfinished)}"
             assert self.engine.state.dead is None, self.engine.state.dead
             time.sleep(0.001)
 
     def assert_clean(self, *, sessions: int = 0) -> None:
         self.settle()
-        self.on_each(partial(_check_worker, sessions=sessions))
+        self.on_each(partial(check_clean, sessions=sessions))
         assert self.engine.state.dead is None and self.engine.num_active == 0
 
 
@@ -538,12 +497,6 @@ class Spread(Served):
             self.run(self._stack.aclose())
         finally:
             self._stop_loop()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop_thread.join(10)
-        assert not self._loop_thread.is_alive()
-        self._loop.close()
 
     def settle(self, *, timeout_s: float = 20.0) -> None:
         """Wait until no request is left on the engine's side, nor on the workers' by their own statistics."""
