@@ -63,7 +63,8 @@ class InspectedEnd:
 class Served:
     """An engine and its worker.
 
-    The engine's event loop runs in a thread of its own, so that tests are plain code.
+    The engine's event loop runs in a thread of its own, so that tests are plain code. Workers in processes of their own
+    are seen by their statistics alone.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -75,7 +76,7 @@ class Served:
         self._stack = contextlib.AsyncExitStack()
         self.model: launch.Model
         self.engine: Engine
-        self.worker: Worker
+        self.worker: Any  # None: in processes of their own
         try:
             self.run(self._start(), timeout_s=START_S)
         except BaseException:
@@ -96,7 +97,7 @@ class Served:
             patch.setattr(launch, "Worker", Kept)
             starting = launch.started_engine(self.config, model=self.model)
             self.engine = await self._stack.enter_async_context(starting)
-        ((self.worker, self._worker_end),) = kept
+        self.worker, self._worker_end = kept[0] if kept else (None, None)
 
     def close(self) -> None:
         try:
@@ -168,10 +169,13 @@ class Served:
         """Nothing is left of any request: pages, slot rows, swapped pages, queues."""
         wait_until(self._is_settled, what=lambda: self.engine.state.stats)
         assert self.engine.state.dead is None
-        self.on_worker(self._check_worker)
+        if self.worker is not None:
+            self.on_worker(self._check_worker)
 
     def _is_settled(self) -> bool:
-        return self.engine.state.dead is not None or (self.is_idle and self.on_worker(self._num_open) == 0)
+        if self.engine.state.dead is not None or not self.is_idle:
+            return self.engine.state.dead is not None
+        return self.worker is None or self.on_worker(self._num_open) == 0
 
     def _num_open(self) -> int:
         return len(self.worker.router.requests) + len(list(self.worker.scheduler.works()))
