@@ -95,12 +95,12 @@ def test_installed_plugins_are_found_outside_the_checkout(site: Path) -> None:
     assert all("colocated" in row["placements"] for row in rows.values())
 
 
-def test_the_echo_plugin_answers_outside_the_checkout(site: Path, tmp_path: Path) -> None:
-    outside(
-        site,
-        "from mstar.cli import main\n"
-        f"main(['run', '--plugin', 'echo', '--text', 'hello', '--param', 'max_tokens=3', '--out', {str(tmp_path)!r}])",
-    )
+@pytest.mark.parametrize(
+    "flags", [[], ["--workers", "2"], ["--placement", "three"]], ids=["alone", "two workers", "three groups"]
+)
+def test_the_echo_plugin_answers_outside_the_checkout(site: Path, tmp_path: Path, flags: list[str]) -> None:
+    asked = ["run", "--plugin", "echo", "--text", "hello", "--param", "max_tokens=3", "--out", str(tmp_path), *flags]
+    outside(site, f"from mstar.cli import main\nmain({asked!r})")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["outputs"]
     assert result["finish_reason"] in ("stop", "length")

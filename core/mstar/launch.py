@@ -143,8 +143,11 @@ async def started_engine(
             async with asyncio.timeout(config.start_timeout_s):
                 await engine.start()
         except TimeoutError as error:
+            is_one = len({w.group for w in workers.status()}) == 1
             late = [
-                f"worker {w.worker}: {w.detail or 'it is starting'}" for w in workers.status() if w.state != "ready"
+                f"worker {w.worker}{'' if is_one else f' ({w.group})'}: {w.detail or 'it is starting'}"
+                for w in workers.status()
+                if w.state != "ready"
             ]
             problem = f"not ready after {config.start_timeout_s:g} s: {', '.join(late) or engine.state.loading}"
             raise ConfigError(f"{problem}; raise --start-timeout") from error

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 import torch
 
 from mstar.config import EngineConfig
+from mstar.ipc.lifetime import command
 from mstar.ipc.messages import WorkerStatus
 from mstar.ipc.process_channel import Exchange, ProcessEngineEnd, Road
 from mstar.placement import Group, Placement, WorkerPlace
@@ -39,8 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         groups: of the placement, in which `worker` is its index.
         config: the fields of its EngineConfig as built-in types.
-        parent: the process that it must not outlive.
-        path: where modules are found.
+        parent: the server's process.
     """
 
     worker: int
@@ -48,7 +47,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     road: Road
     parent: int
-    path: list[str]
     log_level: str
 
     def engine_config(self) -> EngineConfig:
@@ -136,13 +134,13 @@ class Processes:
                 finally:
                     end.dispose()
             except Exception as error:
-                logger.exception("worker %d cannot be started", worker)
+                logger.exception("%s cannot be started", self._routing.replicas[worker].name)
                 reason = f"it could not be started ({error})"
             if self.end.closed.is_set():
                 return
             delay_s = self.end.ended(worker, reason, age_s=time.monotonic() - started)
             then = "it is not started again" if delay_s is None else f"it is started again in {delay_s:g} s"
-            logger.error("worker %d has ended: %s; %s", worker, reason, then)
+            logger.error("%s has ended: %s; %s", self._routing.replicas[worker].name, reason, then)
 
     async def _run(self, place: WorkerPlace, end: ProcessEngineEnd) -> str:
         """Run one process to its end: how it ended."""
@@ -150,13 +148,12 @@ class Processes:
         config = worker_config(self._config, place, threads=self._threads, num_devices=num_devices)
         order = Order(
             worker=place.index, groups=self._groups, config=msgspec.to_builtins(config, enc_hook=str), road=end.road,
-            parent=os.getpid(), path=sys.path,
+            parent=os.getpid(),
             log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
         )  # fmt: skip
-        command = (sys.executable, "-P", "-m", "mstar.worker_process")
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.PIPE, pass_fds=end.road.files
+                *command("mstar.worker_process"), stdin=asyncio.subprocess.PIPE, pass_fds=end.road.files
             )
         finally:
             end.hand_over()

@@ -1,4 +1,4 @@
-"""A worker's process, from its start to its end: `python -m mstar.worker_process`, with an `Order` on standard input.
+"""A worker's process, from its start (by `ipc.lifetime`) to its end, with an `Order` on standard input.
 
 It ends with the server that started it: the system kills it (Linux), and the channel sees that nobody is there. Signals
 meant for the server's process group are left to the server.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import time
 
@@ -19,7 +18,6 @@ import torch
 from mstar import observe
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
-from mstar.ipc.lifetime import die_with
 from mstar.ipc.messages import Dead
 from mstar.ipc.process_channel import ProcessWorkerEnd
 from mstar.model import find_model
@@ -38,12 +36,8 @@ _LAST_WORDS_S = 0.1  # until what was sent has left
 def main() -> None:
     """Load, serve until told to stop, and exit; what ends it early has been reported to the engine."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    die_with(order.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     for file in order.road.files:
         os.set_inheritable(file, False)
-    sys.path[:] = order.path
     observe.setup_logging(order.log_level)
     end = ProcessWorkerEnd(order.road, server=order.parent, on_lost=lambda: os._exit(1))
     try:
@@ -85,7 +79,3 @@ def _team(
     if size == 1:
         return contextlib.nullcontext()
     return Team(size, config=config, device=model_device(config), devices=place.devices, on_lost=end_all)
-
-
-if __name__ == "__main__":
-    main()

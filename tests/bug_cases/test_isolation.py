@@ -23,23 +23,34 @@ GONE_S = 1.5
 # ---- case 47: a client that leaves stops the work, wherever it is ---------------------------------------------------
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "embedded": {}, "two processes": {"workers": 2}, "codec apart": {"placement": "disaggregated"},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def narrow(start: Callable[..., Any]) -> Iterator[Any]:
-    """Room for one request at a time."""
-    with start(plugin="orpheus", max_model_len=1024, max_num_seqs=1) as site:
+def narrow(start: Callable[..., Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each worker has room for one request at a time."""
+    with start(plugin="orpheus", max_model_len=1024, max_num_seqs=1, **MODES[request.param]) as site:
         yield site
 
 
-@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("narrow", "is_streamed"),
+    [("embedded", False), *((mode, True) for mode in MODES)],
+    ids=["whole", *(f"streamed, {mode}" for mode in MODES)],
+    indirect=["narrow"],
+)
 @pytest.mark.parametrize("phase", ["sending", "encoding", "queued", "decoding", "heard"])
 def test_a_client_that_is_gone_holds_nothing_a_second_later(
     narrow: Any, hang_up: Any, monkeypatch: pytest.MonkeyPatch, phase: str, is_streamed: bool
 ) -> None:
     state, processor = narrow.served.engine.state, narrow.served.engine._processor
     endless = {"input": "On and on.", "ignore_eos": True, "stream": is_streamed}
-    blocking = narrow.begin("/v1/audio/speech", endless) if phase == "queued" else None
-    if blocking is not None:
-        wait_until(lambda: state.num_running == 1)
+    most = state.most_running
+    blocking = [narrow.begin("/v1/audio/speech", endless) for _ in range(most if phase == "queued" else 0)]
+    if blocking:
+        wait_until(lambda: state.num_running == most)
     if phase == "encoding":
         encode = processor.encode
         monkeypatch.setattr(processor, "encode", lambda request: (time.sleep(0.5), encode(request))[1])
@@ -55,7 +66,7 @@ def test_a_client_that_is_gone_holds_nothing_a_second_later(
         wait_until(lambda: state.num_running == 1 and state.stats.pools["lm"][0] > 0)
         if phase == "heard" and is_streamed:
             connection.recv(4096)
-    for each in (each for each in (blocking, connection) if each is not None and each.fileno() >= 0):
+    for each in (each for each in (*blocking, connection) if each.fileno() >= 0):
         hang_up(each)
     wait_until(lambda: narrow.served.is_idle, timeout_s=GONE_S)
     narrow.served.assert_clean()

@@ -98,6 +98,9 @@ def test_a_second_signal_ends_streams_at_once(server: ServeProcess) -> None:
 def test_a_server_that_cannot_start_says_why_within_seconds(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text("max-num-seq: 4\n")
+    misspelt, odd = tmp_path / "misspelt.yaml", tmp_path / "odd.yaml"
+    misspelt.write_text("groups: [{nodes: ['*'], replica: 2}]")
+    odd.write_text("groups: [{nodes: [lm], tensor_parallel: 3, threads: 1}, {nodes: ['*'], threads: 1}]")
     empty = tmp_path / "empty"
     empty.mkdir()
     with socket.socket() as holder:
@@ -112,6 +115,12 @@ def test_a_server_that_cannot_start_says_why_within_seconds(tmp_path: Path) -> N
             ),
             "a typo in the file": (["--port", "0", "--config", str(settings)], ["max-num-seq", "max-num-seqs"]),
             "an unknown flag": (["--port", "0", "--frobnicate"], ["--frobnicate"]),
+            "a typo in the placement": (["--placement", str(misspelt)], ["replica", "replicas", "groups[0]"]),
+            "heads that three do not divide": (["--placement", str(odd)], ["tensor_parallel", "3", "heads"]),
+            "too little memory in a worker": (
+                ["--workers", "1", "--kv-cache-memory-bytes", "1"],
+                ["worker 0", "kv-cache-memory-bytes"],
+            ),
             "too little memory": (["--port", "0", "--kv-cache-memory-bytes", "1"], ["kv-cache-memory-bytes"]),
         }
         started = {

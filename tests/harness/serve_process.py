@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -92,19 +93,71 @@ class ServeProcess:
         assert response.status_code == 200, response.text
         return response.text
 
+    def workers(self) -> list[dict[str, Any]]:
+        """Its worker processes, as `/health` shows them."""
+        return list(httpx.get(f"{self.url}/health", timeout=10).json().get("workers", ()))
+
     @property
     def resident_bytes(self) -> int:
         """Memory in use, as the system counts it."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes(self.process.pid)
 
     @property
     def num_files(self) -> int:
         """Open file descriptors."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return num_files(self.process.pid)
 
     @property
     def num_threads(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
+
+# ---- processes of this machine ----------------------------------------------------------------------------------
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def is_alive(pid: int) -> bool:
+    return _stat(pid)[:1] not in ([], ["Z"])
+
+
+def children(pid: int) -> set[int]:
+    """Processes that it has started and not waited for, dead ones too."""
+    found = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return {one for one in found if _stat(one)[1:2] == [str(pid)]}
+
+
+def abstract_sockets(pid: int) -> set[str]:
+    """Names of its open sockets that are in no file system."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+    return {name for inode, name in _abstract() if inode in inodes}
+
+
+def num_abstract_sockets(prefix: str) -> int:
+    """Sockets of that name, whoever has them."""
+    return sum(name.startswith(prefix) for _, name in _abstract())
+
+
+def _abstract() -> list[tuple[str, str]]:
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return [(line[6], line[7]) for line in lines if len(line) == 8 and line[7].startswith("@")]
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on; [] for none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:

@@ -31,7 +31,8 @@ START_S = 400.0  # some compile first
 class Served:
     """An engine and its worker.
 
-    The engine's event loop runs in a thread of its own, so that tests are plain code.
+    The engine's event loop runs in a thread of its own, so that tests are plain code. Workers in processes of their own
+    are seen by their statistics alone.
 
     Args:
         in_threads: the workers of a placement are threads of this process, so that tests can look at them.

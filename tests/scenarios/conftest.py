@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from meshed import InspectedEnd, Threads, check_clean, look_at, unfinished
@@ -25,6 +27,7 @@ from mstar_plugin_echo.reference import Model
 from torch import Tensor
 
 from mstar import launch
+from mstar.client import Client
 from mstar.config import EngineConfig
 from mstar.errors import RequestError
 from mstar.ipc.channel import memory_channel
@@ -99,6 +102,29 @@ class Ask:
         return f"{self.task}({', '.join(map(_short, self.inputs))}, seed={self.seed}, {self.params})"
 
 
+def ask_over_http(client: Client, ask: Ask, *, is_streamed: bool) -> Answer:
+    """The answer that a client gets. Raises what the client does, after a stream's events at once."""
+    wire = ask.wire()
+    fields: dict[str, Any] = {"task": ask.task, "inputs": msgspec.to_builtins(wire.inputs), "params": ask.params}
+    fields |= {"seed": ask.seed, "session": ask.session} if ask.session is not None else {"seed": ask.seed}
+    if is_streamed:
+        with client.stream(**fields) as stream:
+            events = list(stream)
+        result = stream.answer.result
+    else:
+        result = client.generate(**fields)
+        events = list(result.outputs)
+    chunks: list[Any] = []
+    for event in events:
+        if isinstance(event, TensorChunk):  # a result's names have their index
+            name = event.name if is_streamed else event.name.removesuffix(f"-{event.index}")
+            event = TensorChunk(name, torch.from_numpy(event.tensor.copy()), event.index)
+        chunks.append(event)
+    reasons = result.raw.get("finish_reasons", [result.finish_reason])
+    facts = SimpleNamespace(indices=dict(enumerate(reasons)), usage=result.usage, counters=result.counters)
+    return Answer(chunks, facts, sample_error=1e-4)  # of steps of 16 bits
+
+
 def _wire_input(value: Any) -> Input:
     if isinstance(value, str):
         return TextInput(text=value)
@@ -120,6 +146,7 @@ class Answer:
 
     chunks: list[Chunk] = field(default_factory=list)
     result: Any = None
+    sample_error: float = 1e-5  # of samples, as they came
 
     def token_ids(self, index: int = 0) -> list[int]:
         return [i for c in self.chunks if isinstance(c, TextChunk) and c.index == index for i in c.token_ids]
@@ -180,7 +207,7 @@ def differences(answer: Answer, right: Expected, request: Request) -> list[str]:
                 found.append(f"tensor {name}: {got}, expected {wanted}")
     if right.audio is not None:
         got, wanted = answer.samples, right.audio
-        if got.shape != wanted.shape or not torch.allclose(got, wanted, atol=1e-5):
+        if got.shape != wanted.shape or not torch.allclose(got, wanted, atol=answer.sample_error):
             found.append(f"samples: {got}, expected {wanted}")
     if right.reasons:
         compare("finish reasons", answer.result.indices, right.reasons)
@@ -476,9 +503,9 @@ class Meshed(Served):
 class Spread(Served):
     """The same with the workers where `mstar serve` puts them: a thread of this process, or processes."""
 
-    def __init__(self, oracle: Oracle, *, workers: int, **settings: Any) -> None:
+    def __init__(self, oracle: Oracle, **settings: Any) -> None:
         self.oracle = oracle
-        self.config = EngineConfig(plugin="echo", workers=workers, **settings)
+        self.config = EngineConfig(plugin="echo", **settings)
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._loop_thread.start()
@@ -514,14 +541,25 @@ class Spread(Served):
     def assert_clean(self, *, sessions: int = 0) -> None:
         """Nothing is left of any request, as the workers say; they log it themselves if their pools say otherwise."""
         self.settle()
+        if not sessions:
+            self.assert_nothing_held()
+        assert self.engine.state.dead is None and self.engine.num_active == 0
+        assert all(worker.state == "ready" for worker in self.engine.workers())
+
+    def assert_nothing_held(self) -> None:
+        """No worker that is there holds anything."""
         deadline = time.monotonic() + 5
-        while not sessions and (stats := self.engine.state.stats) is not None:
-            if not (stats.slots_used or stats.swapped or any(used for used, _ in stats.pools.values())):
+        while (stats := self.engine.state.stats) is not None:
+            held = stats.running, stats.waiting, stats.slots_used, stats.swapped, *(n for n, _ in stats.pools.values())
+            if not any(held):
                 break
             assert time.monotonic() < deadline, f"left over: {stats}"
             time.sleep(0.01)
-        assert self.engine.state.dead is None and self.engine.num_active == 0
-        assert [worker.state for worker in self.engine.workers()] == ["ready"] * self.config.workers
+
+    @property
+    def most_running(self) -> int:
+        """While no worker is missing."""
+        return self.engine.state.limits.max_running
 
     def wait_for_workers(self, *, timeout_s: float = 60.0) -> None:
         """Wait until every worker is ready."""
@@ -588,7 +626,9 @@ def both(engines: Callable[[str], Served], request: pytest.FixtureRequest) -> It
     found.assert_clean()
 
 
-PLACES = {"embedded": 0, "one process": 1, "two processes": 2}
+PLACES: dict[str, dict[str, Any]] = {
+    "embedded": {}, "one process": {"workers": 1}, "two processes": {"workers": 2}, "three": {"placement": "three"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -598,7 +638,7 @@ def places(oracle: Oracle) -> Iterator[Callable[[str], Spread]]:
 
     def get(name: str) -> Spread:
         if name not in started:
-            started[name] = Spread(oracle, workers=PLACES[name])
+            started[name] = Spread(oracle, **PLACES[name])
         return started[name]
 
     yield get
@@ -612,6 +652,22 @@ def placed(places: Callable[[str], Spread], request: pytest.FixtureRequest) -> I
     found = places(request.param)
     yield found
     found.assert_clean()
+
+
+DECODING_TWICE = """
+groups:
+  - {name: prefill, nodes: [lm.prefill, lm.read, right, lm_text]}
+  - {name: decode, nodes: ["*"], replicas: 2}
+  - {name: streams, nodes: [voice, sink, trouble.watch, join, depth]}
+"""
+
+
+@pytest.fixture(scope="session")
+def decoding_twice(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A placement like the plugin's `three`, where one group has two replicas: four workers."""
+    path = tmp_path_factory.mktemp("placements") / "decoding_twice.yaml"
+    path.write_text(DECODING_TWICE)
+    return str(path)
 
 
 def _spreads(oracle: Oracle) -> Iterator[Callable[..., Spread]]:
@@ -693,6 +749,12 @@ def make() -> Callable[..., Ask]:
         return Ask(task, inputs, params, seed, session)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def over_http() -> Callable[..., Answer]:
+    """`over_http(client, ask, is_streamed=True)`: the answer that a client gets."""
+    return ask_over_http
 
 
 @pytest.fixture(scope="session")

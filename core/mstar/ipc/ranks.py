@@ -32,8 +32,6 @@ class RankOrder(Struct, frozen=True, kw_only=True):
         port: of the store at which ranks meet.
         socket: an open file, its end of the socket pair.
         config: the fields of its EngineConfig as built-in types.
-        parent: the first rank's process, which it must not outlive.
-        path: where modules are found.
     """
 
     rank: int
@@ -41,8 +39,6 @@ class RankOrder(Struct, frozen=True, kw_only=True):
     port: int
     socket: int
     config: dict[str, Any]
-    parent: int
-    path: list[str]
     log_level: str
     timeout_s: float
 

@@ -262,10 +262,12 @@ class Surface:
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the model can work, even if new requests are refused, or some workers are missing."""
         state, workers = self._engine.state, self._engine.workers()
-        _require(state.unhealthy)
+        shown = {"workers": msgspec.to_builtins(workers)} if workers else {}
+        if state.unhealthy is not None:
+            error = RequestError(state.unhealthy, status=503, code="unavailable")
+            return self.refusal(request.scope, error, more=shown)
         status = "ok" if all(worker.state == "ready" for worker in workers) else "degraded"
-        answer: dict[str, Any] = {"status": "draining" if state.draining else status}
-        return _json_response(answer | ({"workers": msgspec.to_builtins(workers)} if workers else {}))
+        return _json_response({"status": "draining" if state.draining else status} | shown)
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 200 while a new request would be taken in."""
@@ -291,8 +293,8 @@ class Surface:
         """`refusal`, as Starlette calls it."""
         return self.refusal(request.scope, error)
 
-    def refusal(self, scope: Scope, error: Exception) -> Response:
-        """The answer to every error, whatever raised it."""
+    def refusal(self, scope: Scope, error: Exception, *, more: Mapping[str, Any] | None = None) -> Response:
+        """The answer to every error, whatever raised it, with what `more` there is to say."""
         headers: dict[str, str] = {}
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
@@ -315,7 +317,7 @@ class Surface:
             headers["Retry-After"] = str(self._engine.state.retry_after_s)
         if error.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return error_response(error, headers=headers)
+        return error_response(error, headers=headers, more=more)
 
 
 def _require(reason: str | None) -> None:

@@ -38,9 +38,11 @@ class StreamBroken(Exception):
     """A stream failed after its status was sent; the connection is dropped without ending the body."""
 
 
-def error_response(error: RequestError, *, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as OpenAI words it."""
-    body = msgspec.json.encode(error_fields(error))
+def error_response(
+    error: RequestError, *, headers: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
+) -> Response:
+    """An error as OpenAI words it; `more` stands beside it."""
+    body = msgspec.json.encode({**error_fields(error), **(more or {})})
     return Response(body, status_code=error.status, headers=headers, media_type=JSON)
 
 

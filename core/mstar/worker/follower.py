@@ -1,4 +1,4 @@
-"""A further rank of a tensor-parallel worker: `python -m mstar.worker.follower`, with a `RankOrder` on standard input.
+"""A further rank of a tensor-parallel worker, started by `ipc.lifetime` with a `RankOrder` on standard input.
 
 It holds its share of the split modules and of their pages, and does on it what the first rank says, in order. Knows no
 requests. It ends with the first rank's process; when it cannot go on it ends by itself, and the first rank sees it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from mstar import observe
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
-from mstar.ipc.lifetime import die_with
 from mstar.ipc.ranks import (
     Attention,
     CallMethod,
@@ -149,10 +147,6 @@ class Follower:
 def main() -> None:
     """Follow until told to stop, and exit."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrder)
-    die_with(order.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sys.path[:] = order.path
     observe.setup_logging(order.log_level)
     wire = Wire(socket.socket(fileno=order.socket), ToRank, timeout_s=order.timeout_s)
     try:
@@ -174,7 +168,3 @@ def main() -> None:
 def _end(code: int) -> None:
     sys.stderr.flush()
     os._exit(code)  # no thread of the model's, or of a library's, may keep it
-
-
-if __name__ == "__main__":
-    main()

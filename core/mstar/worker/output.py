@@ -30,6 +30,10 @@ class Output:
         """Send a message to another worker."""
         self.posts.append((worker, message))
 
+    def take_back(self, request_id: str) -> None:
+        """Send other workers no more of what is still here of a request."""
+        self.posts[:] = [post for post in self.posts if post[1].request_id != request_id]
+
     def emit(
         self, cursor: Cursor, name: str, *, value: Any = None, final: bool = False, reason: str | None = None
     ) -> None:

@@ -69,6 +69,7 @@ class Router:
             except Exception as error:  # attributed to the request
                 log.exception("request %s cannot be opened", message.request_id)
                 self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
+                self._ignore(message.request_id)
             self._take_early(message.request_id)
         elif isinstance(message, DropSession):
             self.holdings.drop_session(message.session)
@@ -100,15 +101,20 @@ class Router:
         """A request has ended here."""
         name = request.info.request_id
         self.remote.forget(request)
-        self._early.pop(name, None)
-        if not self.places.is_alone:
-            self._ended[name] = None
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
+        self._ignore(name)
         if is_well:
             self.holdings.close(request)
         else:
+            self.output.take_back(name)  # whoever takes the place of one that has ended does not know the request
             self.holdings.remove(request)
+
+    def _ignore(self, request_id: str) -> None:
+        """What other workers still say of a request is dropped."""
+        self._early.pop(request_id, None)
+        if not self.places.is_alone:
+            self._ended[request_id] = None
+            if len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
 
     def _guard(self, request: RequestState, act: Any, *args: Any) -> None:
         """Run host work of one request; what it raises fails that request alone."""

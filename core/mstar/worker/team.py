@@ -7,11 +7,9 @@ the same on their shares. Which requests it is for, and which page is whose, is 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError
+from mstar.ipc.lifetime import command
 from mstar.ipc.ranks import (
     Attention,
     CallMethod,
@@ -210,13 +209,14 @@ class Team:
         ours, theirs = socket.socketpair()
         self._wires.append(Wire(ours, FromRank, timeout_s=self._timeout_s))
         order = RankOrder(
-            rank=rank, size=size, port=port, socket=theirs.fileno(), parent=os.getpid(), path=sys.path,
+            rank=rank, size=size, port=port, socket=theirs.fileno(),
             config=msgspec.to_builtins(config, enc_hook=str), timeout_s=self._timeout_s,
             log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
         )  # fmt: skip
-        command = (sys.executable, "-P", "-m", "mstar.worker.follower")
         with theirs:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(order.socket,))
+            process = subprocess.Popen(
+                command("mstar.worker.follower"), stdin=subprocess.PIPE, pass_fds=(order.socket,)
+            )
         self._processes.append(process)
         assert process.stdin is not None
         with process.stdin:

@@ -258,15 +258,12 @@ class Worker:
     def _post(self) -> None:
         """Send what other workers are told; what this one tells itself may lead to more."""
         posts = self.router.output.posts
-        at = 0
-        while at < len(posts):
-            worker, message = posts[at]
+        while posts:  # handling one may take others back
+            worker, message = posts.pop(0)
             if worker == self.worker:
                 self.router.handle(message)
             else:
                 self.end.send_to(worker, message)
-            at += 1
-        posts.clear()
 
     def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
         assert isinstance(message, Emit | WalkDone), message
