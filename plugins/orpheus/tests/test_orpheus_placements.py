@@ -23,9 +23,7 @@ def speech(number: int, **params: Any) -> Any:
     words = f"{number}: the river goes slowly to the sea" if number % 4 else f"{number}: " + "A stone. Under sand. " * 9
     params = {"voice": VOICES[number % 4], "max_tokens": 25 + 7 * (number % 4), **SAMPLING[number % 3], **params}
     outputs = (["audio", "tensors"], ["tensor:codes"], ["audio"])[number % 5 % 3]
-    return ask_for(
-        text(words), task="speech", outputs=outputs, params=params, seed=number, stream=bool(number % 2)
-    )
+    return ask_for(text(words), task="speech", outputs=outputs, params=params, seed=number, stream=bool(number % 2))
 
 
 def vocode(number: int) -> Any:
