@@ -1,4 +1,4 @@
-"""Every example placement gives what one worker gives: sixteen mixed requests, sessions among them, others that leave."""
+"""Every example placement gives what one worker gives: sixteen mixed requests, sessions among them, others leaving."""
 
 from __future__ import annotations
 
