@@ -103,10 +103,12 @@ async def measure(roundtrip: RoundTrip, size: int, *, seconds: float, is_new: bo
 
 def worker_here(exchange: Exchange) -> ProcessWorkerEnd:
     """Another worker's end, in this process."""
-    road = exchange.end(1).road
+    engine = exchange.end(1)
+    engine.send(Shutdown())
+    road = engine.road
     own = {name: os.dup(getattr(road, name)) for name in ("inbox", "arena", "lifeline")}
     end = ProcessWorkerEnd(msgspec.structs.replace(road, **own), server=os.getpid(), on_lost=lambda: None)
-    end.receive(0.2)  # it hears of the others
+    end.receive()  # it has heard of the others then
     return end
 
 
@@ -190,8 +192,8 @@ async def main(arguments: argparse.Namespace) -> None:
         bare.send(b"")
         there.put(None)
         for child in children:
-            child.wait(10)
-        queued.join(10)
+            child.wait(60)
+        queued.join(60)
         channel.dispose()
         exchange.close()
         pair.close()
