@@ -23,9 +23,7 @@ def speech(number: int, **params: Any) -> Any:
     words = f"{number}: the river goes slowly to the sea" if number % 4 else f"{number}: " + "A stone. Under sand. " * 9
     params = {"voice": VOICES[number % 4], "max_tokens": 25 + 7 * (number % 4), **SAMPLING[number % 3], **params}
     outputs = (["audio", "tensors"], ["tensor:codes"], ["audio"])[number % 5 % 3]
-    return ask_for(
-        text(words), task="speech", outputs=outputs, params=params, seed=number, stream=bool(number % 2)
-    )
+    return ask_for(text(words), task="speech", outputs=outputs, params=params, seed=number, stream=bool(number % 2))
 
 
 def vocode(number: int) -> Any:
@@ -57,8 +55,9 @@ def test_a_split_model_speaks_as_a_whole_one(whole: dict[str, list[Answer]], pla
     assert_same(found, whole[setting], atol=0 if more else NEAR)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("placement", ["disaggregated", *placements("orpheus", split=True)])
 def test_processes_speak_as_one_does(whole: dict[str, list[Answer]], placement: str) -> None:
     with asking(**SETTINGS, placement=placement) as served:
-        found = ask_beside(served, WIRES, LEAVING)
-    assert_same(found, whole["usual"])
+        found = ask_beside(served, WIRES[::3], LEAVING[:2])
+    assert_same(found, whole["usual"][::3])
