@@ -5,6 +5,7 @@ Every message crosses as bytes. A group's tensor parallelism takes processes, so
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -84,6 +85,7 @@ class Threads:
             for place, (_, end) in zip(placement.workers, self._mesh, strict=True)
         ]  # fmt: skip
         self._threads = [threading.Thread(target=worker.run, daemon=True) for worker in self.workers]
+        self._listening: list[asyncio.Task[None]] = []
 
     def status(self) -> list[WorkerStatus]:
         return self._routing.status()
@@ -91,7 +93,7 @@ class Threads:
     def start(self) -> None:
         """Start all, from the engine's event loop."""
         for number, ((end, _), thread) in enumerate(zip(self._mesh, self._threads, strict=True)):
-            self.end.attach(number, end, pid=1)
+            self._listening.append(self.end.attach(number, end, pid=1))
             thread.start()
 
     async def stop(self, *, at_once: bool) -> None:
@@ -99,6 +101,9 @@ class Threads:
         for thread in self._threads:
             thread.join(0 if at_once else 10)
             assert at_once or not thread.is_alive()
+        for task in self._listening:
+            task.cancel()
+        await asyncio.gather(*self._listening, return_exceptions=True)
 
 
 def unfinished(worker: Worker) -> list[str]:

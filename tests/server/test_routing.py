@@ -30,12 +30,11 @@ from mstar.placement import Group, Placement
 from mstar.server.routing import Routing
 
 
-def routing_of(*replicas: int, ready: bool = True) -> Routing:
+def routing_of(*replicas: int, ready: bool = True, homes: dict[str, int] | None = None) -> Routing:
     """Groups of so many replicas: one with everything, or "g0" with "n0" and so on."""
     groups = [Group(name=f"g{n}", nodes=(f"n{n}",), replicas=number) for n, number in enumerate(replicas)]
     alone = Group(name="all", nodes=("*",), replicas=replicas[0])
-    homes = {f"walk {n}": n for n in range(len(groups))}
-    placement = Placement(groups=tuple(groups) if len(groups) > 1 else (alone,), homes=homes)
+    placement = Placement(groups=tuple(groups) if len(groups) > 1 else (alone,), homes=homes or {})
     routing = Routing(placement, max_running_each=4, stall_timeout_s=30, start_timeout_s=100)
     for worker in range(sum(replicas)):
         routing.started(worker, pid=100 + worker)
@@ -106,6 +105,15 @@ def test_a_request_goes_to_the_worker_with_the_fewest_and_in_turn_among_equals()
     assert place(routing, "e") == 1
     routing.from_worker(2, Failed(request_id="c", message="no"))
     assert place(routing, "f") == 2
+
+
+def test_only_who_goes_through_a_walk_gets_what_it_begins_with() -> None:
+    routing = routing_of(1, 1, 1, homes={"see": 0, "write": 2})
+    assert route_of(routing, "a") == (0, 1, 2)
+    for walks, given in (({"main": "write"}, [2]), ({"main": "see", "side": "write"}, [0, 2])):
+        whole = Begin(request_id="a", walks=walks, inputs={"ids": [1]})
+        bare = Begin(request_id="a", walks=walks, inputs={})
+        assert routing.to_workers(whole) == [(worker, whole if worker in given else bare) for worker in range(3)]
 
 
 def test_what_concerns_a_request_follows_it_until_it_is_over() -> None:
@@ -274,14 +282,6 @@ def test_all_of_a_route_hear_what_concerns_the_request() -> None:
     ):
         assert routing.to_workers(message) == [(0, message), (2, message)]
     assert routing.to_workers(Abort(request_id="b")) == [] and routing.take_sends() == []
-
-
-def test_inputs_go_to_those_alone_who_go_through_the_walks() -> None:
-    routing = routing_of(1, 2, 1)
-    assert route_of(routing, "a") == (0, 1, 3)
-    begin = Begin(request_id="a", walks={"main": "walk 1", "more": "walk 2"}, inputs={"x": 1})
-    told = [(worker, message.inputs) for worker, message in routing.to_workers(begin) if isinstance(message, Begin)]
-    assert told == [(0, {}), (1, {"x": 1}), (3, {"x": 1})]
 
 
 def test_a_session_keeps_its_route() -> None:

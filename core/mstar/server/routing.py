@@ -132,10 +132,8 @@ class Routing:
         else:
             found = self._routed.get(message.request_id)
             route = () if found is None else found.route
-        if isinstance(message, messages.Begin):  # what walks need is for those that go through them
-            bare = msgspec.structs.replace(message, inputs={})
-            homes = {self._placement.homes.get(walk) for walk in message.walks.values()}
-            return [(w, message if self.replicas[w].group in homes or None in homes else bare) for w in route]
+        if isinstance(message, messages.Begin) and len(route) > 1:
+            return self._begin(message, route)
         return [(worker, message) for worker in route]
 
     def from_worker(self, worker: int, message: FromWorker) -> list[FromWorker]:
@@ -261,6 +259,12 @@ class Routing:
         for worker in route:
             self.replicas[worker].turn = self._num_chosen
         return tuple(route)
+
+    def _begin(self, message: messages.Begin, route: tuple[int, ...]) -> list[tuple[int, ToWorker]]:
+        """All hear which walks begin, and those that go through one also what it begins with."""
+        homes = {self._placement.homes.get(walk) for walk in message.walks.values()}
+        bare = msgspec.structs.replace(message, inputs={})
+        return [(worker, message if self.replicas[worker].group in homes else bare) for worker in route]
 
     def _forget(self, request_id: str, *, keeps_session: bool) -> tuple[int, ...]:
         """The route of a request that is over."""

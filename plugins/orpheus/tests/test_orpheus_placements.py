@@ -55,8 +55,9 @@ def test_a_split_model_speaks_as_a_whole_one(whole: dict[str, list[Answer]], pla
     assert_same(found, whole[setting], atol=0 if more else NEAR)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("placement", ["disaggregated", *placements("orpheus", split=True)])
 def test_processes_speak_as_one_does(whole: dict[str, list[Answer]], placement: str) -> None:
     with asking(**SETTINGS, placement=placement) as served:
-        found = ask_beside(served, WIRES, LEAVING)
-    assert_same(found, whole["usual"])
+        found = ask_beside(served, WIRES[::3], LEAVING[:2])
+    assert_same(found, whole["usual"][::3])

@@ -117,8 +117,10 @@ def test_text_alone_never_reaches_who_speaks(whole: dict[str, list[Answer]], pla
     assert_same(found, whole["usual"][: len(WRITTEN)])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("placement", ["disaggregated", *placements("qwen3_omni", split=True)])
 def test_processes_answer_as_one_does(whole: dict[str, list[Answer]], placement: str) -> None:
     with asking(**SETTINGS, placement=placement) as served:
-        found = ask_beside(served, WIRES, LEAVING)
-    assert_same(found, whole["usual"])
+        found = ask_beside(served, WIRES[::3], LEAVING[:2])
+    assert_same(found, whole["usual"][::3])

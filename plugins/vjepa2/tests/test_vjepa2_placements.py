@@ -1,4 +1,4 @@
-"""Every example placement gives what one worker gives: sixteen mixed requests, sessions among them, others leaving."""
+"""Every example placement gives what one worker gives: sixteen mixed requests, sessions too, others that leave."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def test_a_split_model_gives_what_a_whole_one_gives(
     assert_same(found, whole[model, setting], atol=0 if more else NEAR)
 
 
+@pytest.mark.timeout(300)
 def test_processes_give_what_one_gives(whole: dict[tuple[str, str], list[Answer]]) -> None:
     with asking(**SETTINGS, model="tiny-ac", placement="encoders2") as served:
         found = answers(served, "tiny-ac", leaving=True)
