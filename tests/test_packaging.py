@@ -95,9 +95,7 @@ def test_installed_plugins_are_found_outside_the_checkout(site: Path) -> None:
     assert all("colocated" in row["placements"] for row in rows.values())
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--workers", "2"], ["--placement", "three"]], ids=["alone", "two workers", "three groups"]
-)
+@pytest.mark.parametrize("flags", [[], ["--placement", "three"]], ids=["alone", "three processes"])
 def test_the_echo_plugin_answers_outside_the_checkout(site: Path, tmp_path: Path, flags: list[str]) -> None:
     asked = ["run", "--plugin", "echo", "--text", "hello", "--param", "max_tokens=3", "--out", str(tmp_path), *flags]
     outside(site, f"from mstar.cli import main\nmain({asked!r})")

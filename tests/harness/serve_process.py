@@ -109,7 +109,7 @@ class ServeProcess:
 
     @property
     def num_threads(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        return num_threads(self.process.pid)
 
 
 # ---- processes of this machine ----------------------------------------------------------------------------------
@@ -121,6 +121,10 @@ def resident_bytes(pid: int) -> int:
 
 def num_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def num_threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def is_alive(pid: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mstar.ipc.messages import Abort, Open, ScopeStep
+
 
 def test_all_tasks_one_by_one(meshed: Any, cases: Callable[..., Any]) -> None:
     for ask in cases():
@@ -13,3 +15,44 @@ def test_all_tasks_one_by_one(meshed: Any, cases: Callable[..., Any]) -> None:
 
 def test_all_tasks_at_once(meshed: Any, cases: Callable[..., Any]) -> None:
     meshed.check_all(cases())
+
+
+def test_nothing_is_said_of_a_request_that_is_over_nor_kept_of_one_that_never_began(
+    meshes: Callable[..., Any], make: Callable[..., Any]
+) -> None:
+    served = meshes("three", "default")
+
+    def step(name: str) -> ScopeStep:
+        return ScopeStep(request_id=name, step="free", lane="main", path=(), ordinal=0)
+
+    def abort(worker: Any) -> list[Any]:
+        (name,) = worker.router.requests
+        for other in range(3):
+            worker.router.output.post(other, step(name))
+        worker.router.handle(Abort(request_id=name))
+        worker.router.handle(step(name))
+        return [*worker.router.output.posts, *worker.router._early]
+
+    def fail_to_open(worker: Any) -> list[str]:
+        wrong: dict[str, Any] = {name: {} for name in ("params", "fields", "samplers", "sampler_prompts")}
+        worker.router.handle(step("wrong"))
+        worker.router.handle(
+            Open(request_id="wrong", task="nothing", seed=0, arrival=0.0, content_keys={}, route=(0, 1, 2), **wrong)
+        )
+        worker.router.handle(step("wrong"))
+        return list(worker.router._early)
+
+    async def begin() -> Any:
+        return await served.submit(make("trouble", "slow", kind="sleep", sleep_s=0.05, steps=100))
+
+    handle = served.run(begin())
+    while not all(served.on_each(lambda worker: bool(worker.router.requests))):
+        pass
+    assert served.on_each(abort) == [[], [], []]
+
+    async def end() -> None:
+        handle.abort()
+
+    served.run(end())
+    assert served.on_each(fail_to_open) == [[], [], []]
+    served.assert_clean()

@@ -23,14 +23,16 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_process import ServeProcess
+from serve_process import ServeProcess, num_files, num_threads, resident_bytes
 from served import Served, wait_until
 
 logger = logging.getLogger(__name__)
 
 ABORTS_A_ROUND = 25
-WARM_UP_ROUNDS = {"echo": 30, "orpheus": 60}  # the codec's kernels are made once for every shape of a batch
-ROUNDS = 40  # after them: 1,000 aborts
+WARM_UP_ROUNDS = {  # the codec's kernels are made once for every shape of a batch
+    "echo": 30, "orpheus": 60, "echo in three processes": 20,
+}  # fmt: skip
+ROUNDS = {"echo": 40, "orpheus": 40, "echo in three processes": 20}  # after them: 500 or 1,000 aborts
 MOST_BYTES_EACH = 1024  # resident, an abort
 AT_ONCE = 8
 STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -87,12 +89,15 @@ def slope(values: list[int], *, each: int) -> float:
     return statistics.median((later - sooner) / (j - i) for (i, sooner), (j, later) in pairs) / each
 
 
-@pytest.fixture(params=["orpheus", "echo"])
+@pytest.fixture(params=WARM_UP_ROUNDS)
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServeProcess]]:
-    flags = ("--plugin", request.param, "--max-model-len", "512", "--max-num-seqs", "4")
-    if request.param == "orpheus":
+    plugin, _, placing = request.param.partition(" in ")
+    flags = ("--plugin", plugin, "--max-model-len", "512", "--max-num-seqs", "4")
+    if plugin == "orpheus":
         flags = (*flags, "--kv-cache-memory-bytes", "2MiB", "--block-size", "16")
-    with ServeProcess(*flags, environment=STEADY_MEMORY) as server:
+    if placing:
+        flags = (*flags, "--placement", "three", "--threads", "1")
+    with ServeProcess(*flags, environment=STEADY_MEMORY, start_s=110) as server:
         yield request.param, server
 
 
@@ -112,28 +117,32 @@ def idle(server: ServeProcess) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_five_hundred_aborts_leave_nothing_behind(server: tuple[str, ServeProcess]) -> None:
-    plugin, process = server
+    name, process = server
     host, _, port = process.url.removeprefix("http://").partition(":")
-    seeds, resident, files, threads = itertools.count(), [], [], []
+    seeds, num_warm, num_rounds = itertools.count(), WARM_UP_ROUNDS[name], ROUNDS[name]
+    pids = {"server": process.process.pid} | {worker["group"]: worker["pid"] for worker in process.workers()}
+    held: dict[str, list[tuple[int, int, int]]] = {who: [] for who in pids}  # bytes, files, threads
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in range(WARM_UP_ROUNDS[plugin] + ROUNDS):
+        for _ in range(num_warm + num_rounds):
             works = [
-                pool.submit(hang_up, (host, int(port)), plugin=plugin, seed=next(seeds)) for _ in range(ABORTS_A_ROUND)
+                pool.submit(hang_up, (host, int(port)), plugin=name.partition(" ")[0], seed=next(seeds))
+                for _ in range(ABORTS_A_ROUND)
             ]
             for work in works:
                 work.result(60)
             idle(process)
-            resident.append(process.resident_bytes)
-            files.append(process.num_files)
-            threads.append(process.num_threads)
+            for who, pid in pids.items():
+                held[who].append((resident_bytes(pid), num_files(pid), num_threads(pid)))
     found = idle(process)
-    steady = resident[WARM_UP_ROUNDS[plugin] :]
-    grown = slope(steady, each=ABORTS_A_ROUND)
-    logger.info("%s", f"{plugin}: {grown:.0f} bytes an abort; resident MiB: {[round(r / 2**20, 1) for r in resident]}")
-    assert found["mstar_requests_total"] > ABORTS_A_ROUND * ROUNDS // 2, "too few requests got as far as the engine"
-    assert grown < MOST_BYTES_EACH, resident
-    assert max(files[-5:]) <= max(files[:-ROUNDS]) + 2, files
-    assert max(threads[-5:]) <= max(threads[:-ROUNDS]) + 2, threads
+    assert found["mstar_requests_total"] > ABORTS_A_ROUND * num_rounds // 2, "too few requests got as far as the engine"
+    for who, rounds in held.items():
+        resident, *others = map(list, zip(*rounds, strict=True))
+        grown = slope(resident[num_warm:], each=ABORTS_A_ROUND)
+        shown = [round(r / 2**20, 1) for r in resident]
+        logger.info("%s", f"{name}, {who}: {grown:.0f} bytes an abort; resident MiB: {shown}")
+        assert grown < MOST_BYTES_EACH, (who, resident)
+        for numbers in others:  # of files, of threads
+            assert max(numbers[-5:]) <= max(numbers[:-num_rounds]) + 2, (who, numbers)
     assert httpx.get(f"{process.url}/health").status_code == 200
     spoken = httpx.post(f"{process.url}/v1/audio/speech", json={"input": "Hello."}, timeout=60)
     assert spoken.status_code == 200 and spoken.content.startswith(b"RIFF")

@@ -6,6 +6,7 @@ requests. It ends with the first rank's process; when it cannot go on it ends by
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -153,7 +154,8 @@ def main() -> None:
         follower = Follower(order, wire)
         follower.load()
     except BaseException as error:  # noqa: BLE001  # the first rank must hear of it
-        wire.send(Unable(reason=described(error), is_config=isinstance(error, ConfigError)))
+        with contextlib.suppress(OSError):  # it may have ended, of the same
+            wire.send(Unable(reason=described(error), is_config=isinstance(error, ConfigError)))
         _end(1)
     try:
         follower.run()
