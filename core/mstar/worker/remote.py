@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mstar.ipc.messages import Between, Call, Feed, Returned, ScopeStep
+from mstar.ipc.messages import Between, Call, Feed, Pages, Returned, ScopeStep, Want
 from mstar.plugin.graph import Alias, Drop, Fork
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, Program, Run
@@ -22,7 +22,7 @@ from mstar.worker.moves import Moves
 from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.places import Places
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Batched, Cursor, Lane, RequestState, Row, Scope, Work, settled
+from mstar.worker.state import Batched, Cursor, Lane, Leaving, RequestState, Row, Scope, Work, settled
 
 ELSEWHERE = Program("", (Join(),), (), (), frozenset(), frozenset(), frozenset(), frozenset())
 """What cursors of calls for other workers' walks are in."""
@@ -76,7 +76,7 @@ class Remote:
                 request_id=work.request_id, caller=self._places.worker, number=number, walk=walk, at=at,
                 lane=scope.lane, path=scope.path, ordinal=scope.ordinal, iteration=work.iteration,
                 inputs=to_host(settled(given)), chunks=chunks, content_key=work.content_key,
-                awaits=awaits,
+                awaits=awaits, is_ahead=self.moves.ahead.is_wanted(work),
             ),
         )  # fmt: skip
 
@@ -94,6 +94,8 @@ class Remote:
     def forget(self, request: RequestState) -> None:
         """A request has ended."""
         self._late.pop(request.info.request_id, None)
+        for scope in (scope for tenant in request.tenants.values() for scope in tenant.scopes):
+            self.moves.ahead.drop(scope, list(scope.coming))
         for number in [number for number, work in self._calls.items() if work.request is request]:
             del self._calls[number]
 
@@ -119,6 +121,7 @@ class Remote:
 
     def free(self, scope: Scope) -> None:
         """A scope has ended."""
+        self.moves.ahead.drop(scope, list(scope.coming))
         for worker in scope.guests:
             self._step(worker, scope, "free")
 
@@ -169,6 +172,8 @@ class Remote:
             return self._take_step(request, message)
         else:
             assert not isinstance(message, Feed)
+            if isinstance(message, Pages | Want) and not request.scope(message.lane, message.path, message.ordinal):
+                return True  # what it was about has ended
             scope = self._scope(request, message.lane, message.path, message.ordinal)
             return self.moves.handle(scope, message) or self._wait(request, scope)
         return True
@@ -214,6 +219,8 @@ class Remote:
         work = self._scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
         work.reply = message.caller, message.number
         self.moves.expect(work, awaits=message.awaits)
+        if message.is_ahead:
+            work.leaving = scope.leaving[(work.key[0], work.label)] = Leaving(message.caller)
         self._scheduler.add(work)
 
     def answer(self, work: Work, values: Mapping[str, Any]) -> None:
@@ -222,6 +229,8 @@ class Remote:
         if work.error is not None:
             self._fail(work.request, work.error)
             return
+        if work.leaving is not None:
+            self.moves.ahead.finish(work)
         op = work.op
         ports = {port for port, _ in (*op.outputs, *op.emits, *op.sends)}
         given = {port: value for port, value in values.items() if port in ports}

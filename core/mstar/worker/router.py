@@ -58,6 +58,7 @@ class Router:
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
+        scheduler.give_up = self.remote.moves.ahead.give_up
 
     # ---- messages ---------------------------------------------------------------------------------------
 
@@ -318,6 +319,7 @@ class Router:
         if isinstance(op, Spawn):
             assert child.parent is not None
             for label in op.forks:
+                self.remote.moves.ahead.claim_all(child.parent.scope, label)
                 self.holdings.fork(child.parent.scope, label, child.scope, label)
                 if not self.places.is_alone:
                     self.remote.fork(child.parent.scope, label, child.scope)
