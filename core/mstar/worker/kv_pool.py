@@ -452,15 +452,13 @@ class KVPool:
 
     def write_pages(self, sequence: Sequence, content: Tensor, *, start: int, first_layer: int = 0) -> None:
         """Fill pages that have been reserved, from token `start` on, with what `read_pages` gave. See `settle`."""
-        first = start // self.page_size
-        pages = sequence.pages[first : first + content.shape[2]]
+        pages = sequence.pages[start // self.page_size :][: content.shape[2]]
         assert len(pages) == content.shape[2] and start >= sequence.length // self.page_size * self.page_size, start
         self._fence()
         self.storage.write(pages, content, first_layer=first_layer)
 
     def settle(self, sequence: Sequence, source: Sequence) -> None:
         """Make a sequence, all of whose pages have been filled, what `source`, a description, says."""
-        assert source.length <= max(sequence.writable, sequence.length), (source.length, sequence.writable)
         sequence.length, sequence.position, sequence.ids = source.length, source.position, source.ids
         sequence.spans, sequence.jumps = source.spans, source.jumps
         self._cache_full_pages(sequence)
