@@ -129,6 +129,7 @@ class Returned(Struct, tag=True, frozen=True, kw_only=True):
     counts: dict[str, int]
     stop_reason: str | None = None
     is_cached: bool = False
+    parcels: dict[str, tuple[int, int]] = {}  # port -> (worker, number) of the Parcel that has its value
 
 
 class ScopeStep(Struct, tag=True, frozen=True, kw_only=True):
@@ -241,7 +242,7 @@ class Ready(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Emit(Struct, tag=True, frozen=True, kw_only=True):
-    """A value for the client (see `types.Emission`); released in item order."""
+    """A value for the client (see `types.Emission`); released in item order. `parcel`: its value is in that one."""
 
     request_id: str
     name: str
@@ -249,6 +250,15 @@ class Emit(Struct, tag=True, frozen=True, kw_only=True):
     value: Any = None
     final: bool = False
     reason: str | None = None
+    parcel: tuple[int, int] | None = None
+
+
+class Parcel(Struct, tag=True, frozen=True, kw_only=True):
+    """A large value for the client from a worker that is not the walk's: an Emit of that will name it, or has."""
+
+    request_id: str
+    number: int  # of this worker's
+    value: Any
 
 
 class WalkDone(Struct, tag=True, frozen=True, kw_only=True):
@@ -325,7 +335,7 @@ class SessionLost(Struct, tag=True, frozen=True, kw_only=True):
     session: str
 
 
-FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
+FromWorker = Ready | Emit | Parcel | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
 
 # ---- between the two ends of a channel between processes -----------------------------------------------------------
 

@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mstar.ipc.messages import Between, Call, Feed, Pages, Returned, ScopeStep, Want
+from torch import Tensor
+
+from mstar.ipc.messages import Between, Call, Feed, Pages, Parcel, Returned, ScopeStep, Want
+from mstar.ipc.tensors import INLINE_BYTES
 from mstar.plugin.graph import Alias, Drop, Fork
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, Program, Run
@@ -22,7 +25,7 @@ from mstar.worker.moves import Moves
 from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.places import Places
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Batched, Cursor, Lane, Leaving, RequestState, Row, Scope, Work, settled
+from mstar.worker.state import Batched, Cursor, Lane, Leaving, Parceled, RequestState, Row, Scope, Work, settled
 
 ELSEWHERE = Program("", (Join(),), (), (), frozenset(), frozenset(), frozenset(), frozenset())
 """What cursors of calls for other workers' walks are in."""
@@ -89,6 +92,7 @@ class Remote:
         values = to_device(message.values, self._device)
         for port in message.rows:
             values[port] = Row(Batched(values[port][None]), 0)
+        values |= {port: Parceled(*parcel) for port, parcel in message.parcels.items()}
         self._complete(work, values)
 
     def forget(self, request: RequestState) -> None:
@@ -234,15 +238,30 @@ class Remote:
         op = work.op
         ports = {port for port, _ in (*op.outputs, *op.emits, *op.sends)}
         given = {port: value for port, value in values.items() if port in ports}
+        parcels = self._send_parcels(work, given)
         caller, number = work.reply
         self._output.post(
             caller,
             Returned(
                 request_id=work.request_id, number=number, values={p: to_host(v) for p, v in given.items()},
                 rows=tuple(port for port, value in given.items() if type(value) is Row),
-                counts=dict(work.counts), stop_reason=work.stop_reason, is_cached=work.is_cached,
+                counts=dict(work.counts), stop_reason=work.stop_reason, is_cached=work.is_cached, parcels=parcels,
             ),
         )  # fmt: skip
+
+    def _send_parcels(self, work: Work, given: dict[str, Any]) -> dict[str, tuple[int, int]]:
+        """Take what is large, and for the client alone, out of what a call gave: the engine gets it from here."""
+        op, parcels = work.op, dict[str, tuple[int, int]]()
+        for port in {port for port, _ in op.emits} - {port for port, _ in op.sends}:
+            if dict(op.outputs).get(port) in self._places.read:
+                continue
+            value = to_host(given.get(port))
+            if isinstance(value, Tensor) and value.nbytes >= INLINE_BYTES:
+                del given[port]
+                parcels[port] = self._places.worker, next(self._numbers)
+                parcel = Parcel(request_id=work.request_id, number=parcels[port][1], value=value)
+                self._output.messages.append(parcel)
+        return parcels
 
     def _scope(self, request: RequestState, lane: str, path: Path, ordinal: int) -> Scope:
         found = request.scope(lane, path, ordinal)

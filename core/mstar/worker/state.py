@@ -68,6 +68,13 @@ class Row(NamedTuple):
         return self.batch.tensor[self.at]
 
 
+class Parceled(NamedTuple):
+    """A value that another worker sends to the engine by itself, in a `Parcel`."""
+
+    worker: int
+    number: int
+
+
 def plain(value: Any) -> Any:
     """The value itself, for what may be a `Row`."""
     return value.tensor if type(value) is Row else value

@@ -12,7 +12,20 @@ import torch
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Beat, Compiled, Dead, Emit, FromWorker, Ready, Shutdown, Stats, ToWorker, WalkDone, Want
+from mstar.ipc.messages import (
+    Beat,
+    Compiled,
+    Dead,
+    Emit,
+    FromWorker,
+    Parcel,
+    Ready,
+    Shutdown,
+    Stats,
+    ToWorker,
+    WalkDone,
+    Want,
+)
 from mstar.layers import kernels
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
@@ -285,7 +298,7 @@ class Worker:
         posts.clear()
 
     def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
-        assert isinstance(message, Emit | WalkDone), message
+        assert isinstance(message, Emit | Parcel | WalkDone), message
         request = self.router.requests.get(message.request_id)
         if request is not None:
             self.router.fail(request, PluginError(f"an output of the model cannot leave its process: {error}"))
