@@ -161,14 +161,21 @@ class AheadPages:
             return None
         return partial(self._wrote, works) if self._pool(works[0].key[0]).storage.is_whole else None
 
-    def wanted(self, message: Want) -> bool:
-        """Note that a sequence is wanted while its call runs. False if that is over: then it is sent as it is."""
+    def wanted(self, message: Want, *, is_between: bool = False) -> bool:
+        """Note that a sequence is wanted while its call runs. False if that is over: then it is sent as it is.
+
+        Args:
+            is_between: no step is running: what earlier ones have written can be sent at once.
+        """
         request = self._holdings.requests.get(message.request_id)
         scope = None if request is None else request.scope(message.lane, message.path, message.ordinal)
         leaving = None if scope is None else scope.leaving.get((message.module, message.label))
         if leaving is None:
             return False
         leaving.number, leaving.start = message.number, message.start
+        sequence = leaving.work.sequence
+        if is_between and sequence is not None and sequence.resident:
+            self.advance(leaving.work)
         return True
 
     def advance(self, work: Work) -> None:

@@ -111,7 +111,9 @@ class Moves:
 
     def handle(self, scope: Scope, message: Between) -> bool:
         """False, with nothing done, if it has to wait for what is to be recomputed."""
-        if isinstance(message, Want) and (self.ahead.wanted(message) or not self._is_here(scope, message)):
+        if isinstance(message, Want) and (
+            self.ahead.wanted(message, is_between=True) or not self._is_here(scope, message)
+        ):
             return True
         if isinstance(message, SendPages | Want) and (scope.tenant.forgotten or scope.tenant.num_rebuilding):
             return False

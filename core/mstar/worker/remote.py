@@ -224,7 +224,7 @@ class Remote:
         work.reply = message.caller, message.number
         self.moves.expect(work, awaits=message.awaits)
         if message.is_ahead:
-            work.leaving = scope.leaving[(work.key[0], work.label)] = Leaving(message.caller)
+            work.leaving = scope.leaving[(work.key[0], work.label)] = Leaving(message.caller, work)
         self._scheduler.add(work)
 
     def answer(self, work: Work, values: Mapping[str, Any]) -> None:

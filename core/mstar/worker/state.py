@@ -131,12 +131,14 @@ class Leaving:
 
     Args:
         to: that worker.
+        work: the call.
         number: of the transfer; 0: it has not been asked for.
         start: first token that has not been sent in all layers, the first of a page.
         num_layers: what the running step has written so far; `num_sent` of them have been sent.
     """
 
     to: int
+    work: Work
     is_offered: bool = False
     number: int = 0
     start: int = 0
