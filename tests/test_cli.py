@@ -69,6 +69,7 @@ PLANNED = {
 }  # fmt: skip
 NOT_COMPILED = MEDIA | {
     "--placement",
+    "--kv-transfer",
     "--request-timeout",
     "--start-timeout",
     "--seed",

@@ -19,8 +19,8 @@ ENGINE_FLAGS = """
 --max-num-batched-tokens --block-size --kv-cache-memory-bytes --swap-space --enable-prefix-caching
 --encoder-cache-bytes --batch-invariant
 --enforce-eager
---attention-backend --compile --overlap --threads --workers --placement --start-timeout --cuda-graphs --seed
---max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
+--attention-backend --compile --overlap --threads --workers --placement --kv-transfer --start-timeout
+--cuda-graphs --seed --max-queue --session-ttl --max-sessions --request-timeout --stall-timeout
 --allowed-media-domains --allowed-local-media-path
 --max-media-bytes --media-memory-bytes --max-image-pixels --max-video-frames --max-audio-duration --max-video-duration
 --limit-mm-per-prompt --media-timeout

@@ -174,6 +174,7 @@ def _setting(parse: Callable[[Any], Any], default: Any, help: str, **limits: Any
 MEDIA_KINDS = ("image", "audio", "video")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int4")
+KV_TRANSFERS = ("layers", "chunks", "end")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KV_CACHE_DEFAULT = "on a CPU max-num-seqs times max-model-len, at most 2GiB; else by free memory"
@@ -233,6 +234,10 @@ class EngineConfig:
     placement: str | None = _setting(
         _text, None, "YAML file that says which worker processes run which parts, or the name of one of the plugin's",
         default_text="none: --workers",
+    )  # fmt: skip
+    kv_transfer: str = _setting(
+        _text, "layers", "when a sequence's KV cache goes to the worker that goes on: with each layer or chunk of its "
+        "prefill, or at its end", choices=KV_TRANSFERS,
     )  # fmt: skip
     start_timeout_s: float = _setting(_number, 1800.0, "seconds for the model to be ready, all workers", minimum=1)
     cuda_graphs: bool = _setting(_boolean, True, "on CUDA, replay captured graphs; off: launch every kernel")

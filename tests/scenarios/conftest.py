@@ -701,7 +701,10 @@ SPLITS: dict[str, list[list[str]]] = {
     "decode apart": [["lm.decode", "lm_draft", "lm_view", "lm.say", "lm.frame"], ["*"]],
     "branches apart": [["*"], ["lm_text", "right", "lm_draft"], ["third", "lm_view"]],
 }
-MESHED = {"default": {}, "swap": SMALL, "overlap": {"overlap": True}, "chunked": SETTINGS["chunked"]}
+MESHED = {
+    "default": {}, "swap": SMALL, "overlap": {"overlap": True}, "chunked": SETTINGS["chunked"],
+    "by chunks": {**SETTINGS["chunked"], "kv_transfer": "chunks"}, "at the end": {"kv_transfer": "end"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -725,6 +728,12 @@ def meshed(meshes: Callable[[str, str], Meshed], request: pytest.FixtureRequest)
     found = meshes(*request.param)
     yield found
     found.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def make_mesh(oracle: Oracle) -> Callable[[list[list[str]], dict[str, Any]], Meshed]:
+    """`make_mesh(groups, settings)`: an engine of the test's own, to be closed by it."""
+    return partial(Meshed, oracle)
 
 
 @pytest.fixture

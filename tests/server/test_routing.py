@@ -19,6 +19,7 @@ from mstar.ipc.messages import (
     Failed,
     FromWorker,
     Open,
+    Parcel,
     Ready,
     SessionLost,
     Shutdown,
@@ -372,3 +373,37 @@ def test_what_workers_of_a_request_count_is_added_up() -> None:
     assert routing.from_worker(0, done("lm", {"lm.decode": 5}, {"n": 4})) == [
         done("lm", {"lm.decode": 5, "voice.render": 1}, {"n": 6})
     ]
+
+
+def test_a_parcel_and_the_message_that_names_it_come_in_any_order() -> None:
+    routing = routing_of(1, 1)
+    for name, first in (("a", True), ("b", False)):
+        route_of(routing, name)
+        named = Emit(request_id=name, name="audio", path=(), parcel=(1, 7))
+        after = Emit(request_id=name, name="text", path=(), value="x")
+        done = WalkDone(request_id=name, lane="l", walk="w", outputs={}, reasons={}, counters={}, counts={})
+        parcel = Parcel(request_id=name, number=7, value="large")
+        right = [Emit(request_id=name, name="audio", path=(), value="large"), after, done]
+        told = routing.from_worker(1, parcel) if first else []
+        told += [got for message in (named, after, done) for got in routing.from_worker(0, message)]
+        assert told == (right if first else [])
+        told += [] if first else routing.from_worker(1, parcel)
+        assert told == right
+        routing.to_workers(Close(request_id=name))
+
+
+@pytest.mark.parametrize("ends", ["abort", "failed", "lost"])
+def test_parcels_end_with_their_request(ends: str) -> None:
+    routing = routing_of(1, 2)
+    route = route_of(routing, "a")
+    parcel = Parcel(request_id="a", number=1, value="large")
+    assert not routing.from_worker(0, Emit(request_id="a", name="audio", path=(), parcel=(route[1], 2)))
+    assert not routing.from_worker(route[1], parcel)
+    if ends == "abort":
+        routing.to_workers(Abort(request_id="a"))
+    elif ends == "failed":
+        assert routing.from_worker(0, failed := Failed(request_id="a", message="m")) == [failed]
+    else:
+        assert any(isinstance(told, Failed) for told in routing.ended(route[1], "it was killed", age_s=1)[0])
+    assert not routing._routed
+    assert not routing.from_worker(route[1], parcel) and not routing._routed

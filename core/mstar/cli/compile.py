@@ -25,7 +25,7 @@ _WITHOUT = (
     "allowed_media_domains", "allowed_local_media_path", "max_media_bytes", "media_memory_bytes", "max_image_pixels",
     "max_video_frames", "max_audio_duration_s", "max_video_duration_s", "limit_mm_per_prompt", "media_timeout_s",
     "compile", "enforce_eager", "batch_invariant", "encoder_cache_bytes",
-    "workers", "placement", "start_timeout_s",
+    "workers", "placement", "start_timeout_s", "kv_transfer",
 )  # fmt: skip
 
 

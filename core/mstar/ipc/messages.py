@@ -116,6 +116,7 @@ class Call(Struct, tag=True, frozen=True, kw_only=True):
     chunks: dict[str, tuple[Any, int, bool, bool, int]] = {}
     content_key: bytes | None = None
     awaits: bool = False  # its sequence is on its way
+    is_ahead: bool = False  # the caller will go on with its sequence: offer that to it at once
 
 
 class Returned(Struct, tag=True, frozen=True, kw_only=True):
@@ -128,6 +129,7 @@ class Returned(Struct, tag=True, frozen=True, kw_only=True):
     counts: dict[str, int]
     stop_reason: str | None = None
     is_cached: bool = False
+    parcels: dict[str, tuple[int, int]] = {}  # port -> (worker, number) of the Parcel that has its value
 
 
 class ScopeStep(Struct, tag=True, frozen=True, kw_only=True):
@@ -163,7 +165,10 @@ class SendPages(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Offer(Struct, tag=True, frozen=True, kw_only=True):
-    """A sequence on its way: all but what is in its pages. The receiver says by Want which tokens it lacks."""
+    """A sequence on its way: all but what is in its pages. The receiver says by Want which tokens it lacks.
+
+    Ahead of its call's end it is what it will be; the receiver says nothing if it has no room.
+    """
 
     request_id: str
     sender: int
@@ -173,10 +178,11 @@ class Offer(Struct, tag=True, frozen=True, kw_only=True):
     module: str
     label: str
     sequence: dict[str, Any]  # fields of `kv_pool.Sequence`
+    is_ahead: bool = False
 
 
 class Want(Struct, tag=True, frozen=True, kw_only=True):
-    """Send the pages of what was offered, from token `start` on (the first of a page)."""
+    """Send the pages of what was offered, from token `start` on (the first of a page); `number`: in parts, ahead."""
 
     request_id: str
     to: int
@@ -186,10 +192,15 @@ class Want(Struct, tag=True, frozen=True, kw_only=True):
     module: str
     label: str
     start: int
+    number: int = 0
 
 
 class Pages(Struct, tag=True, frozen=True, kw_only=True):
-    """Contents of a sequence's pages from token `start` on: (2, layers, pages, kv heads, page size, head dim)."""
+    """Contents of a sequence's pages from token `start` on: (2, layers, pages, kv heads, page size, head dim).
+
+    `number` is that of a Want: then it may be a part, with layers from `first_layer` on, and the last part has
+    `sequence`, as an Offer.
+    """
 
     request_id: str
     lane: str
@@ -199,6 +210,9 @@ class Pages(Struct, tag=True, frozen=True, kw_only=True):
     label: str
     start: int
     content: Any
+    number: int = 0
+    first_layer: int = 0
+    sequence: dict[str, Any] | None = None
 
 
 Between = Feed | Call | Returned | ScopeStep | SendPages | Offer | Want | Pages
@@ -228,7 +242,7 @@ class Ready(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Emit(Struct, tag=True, frozen=True, kw_only=True):
-    """A value for the client (see `types.Emission`); released in item order."""
+    """A value for the client (see `types.Emission`); released in item order. `parcel`: its value is in that one."""
 
     request_id: str
     name: str
@@ -236,6 +250,15 @@ class Emit(Struct, tag=True, frozen=True, kw_only=True):
     value: Any = None
     final: bool = False
     reason: str | None = None
+    parcel: tuple[int, int] | None = None
+
+
+class Parcel(Struct, tag=True, frozen=True, kw_only=True):
+    """A large value for the client from a worker that is not the walk's: an Emit of that will name it, or has."""
+
+    request_id: str
+    number: int  # of this worker's
+    value: Any
 
 
 class WalkDone(Struct, tag=True, frozen=True, kw_only=True):
@@ -312,7 +335,7 @@ class SessionLost(Struct, tag=True, frozen=True, kw_only=True):
     session: str
 
 
-FromWorker = Ready | Emit | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
+FromWorker = Ready | Emit | Parcel | WalkDone | Failed | Stats | Beat | Dead | Capacity | SessionLost
 
 # ---- between the two ends of a channel between processes -----------------------------------------------------------
 

@@ -111,6 +111,7 @@ class WritePages(Struct, tag=True, frozen=True, kw_only=True):
     module: str
     pages: list[int]
     content: Tensor
+    first_layer: int = 0
 
 
 class Settle(Struct, tag=True, frozen=True):

@@ -279,6 +279,7 @@ class EngineState:
             error = RequestError(message.message, status=message.status, param=message.param, code=message.code)
             self._end(found, error, now=now, is_freed=True)
         else:
+            assert isinstance(message, messages.WalkDone), message
             found.stored |= message.outputs
             found.reasons |= {(message.lane, path): reason for path, reason in message.reasons.items()}
             found.counters, found.counts = message.counters, message.counts

@@ -8,9 +8,10 @@ server process; no clock, process or socket inside.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -67,11 +68,29 @@ class Routed:
     Args:
         route: the worker that serves it in each group.
         counted: worker -> (counters, counts) of the whole request so far, as it last told them.
+        parcels: (worker, number) -> values that have come and have not been named.
+        held: what waits, in order, for the parcel that the first of it names.
     """
 
     route: tuple[int, ...]
     session: str | None
     counted: dict[int, tuple[Mapping[str, int], Mapping[str, int]]] = field(default_factory=dict)
+    parcels: dict[tuple[int, int], Any] = field(default_factory=dict)
+    held: deque[FromWorker] = field(default_factory=deque)
+
+    def release(self) -> list[FromWorker]:
+        """What waits no longer, with what it was waiting for."""
+        released: list[FromWorker] = []
+        while self.held:
+            message = self.held[0]
+            if isinstance(message, messages.Emit) and message.parcel is not None:
+                if message.parcel not in self.parcels:
+                    break
+                value = self.parcels.pop(message.parcel)
+                message = msgspec.structs.replace(message, value=value, parcel=None)
+            self.held.popleft()
+            released.append(message)
+        return released
 
 
 class Routing:
@@ -139,10 +158,8 @@ class Routing:
     def from_worker(self, worker: int, message: FromWorker) -> list[FromWorker]:
         """What the engine is told when a worker says `message`; see also `take_sends`."""
         replica = self.replicas[worker]
-        if isinstance(message, messages.Emit):
-            return [message]
-        if isinstance(message, messages.WalkDone):
-            return [self._counted(worker, message)]
+        if isinstance(message, messages.Emit | messages.WalkDone | messages.Parcel):
+            return self._result(worker, message)
         if isinstance(message, messages.Failed):
             self.abort(message.request_id, but=worker)
             return [message]
@@ -275,6 +292,17 @@ class Routing:
         if found.session is not None and not keeps_session:
             self._sessions.pop(found.session, None)
         return found.route
+
+    def _result(self, worker: int, message: messages.Emit | messages.WalkDone | messages.Parcel) -> list[FromWorker]:
+        """What the engine is told of a result."""
+        found = self._routed.get(message.request_id)
+        if found is None:  # it is over
+            return [] if isinstance(message, messages.Parcel) else [message]
+        if isinstance(message, messages.Parcel):
+            found.parcels[worker, message.number] = message.value
+        else:
+            found.held.append(self._counted(worker, message) if isinstance(message, messages.WalkDone) else message)
+        return found.release()
 
     def _counted(self, worker: int, message: messages.WalkDone) -> messages.WalkDone:
         """The same with what all workers of the request have counted."""

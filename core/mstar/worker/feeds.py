@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from mstar.ipc.messages import Feed
 from mstar.plugin.graph import Graph
 from mstar.plugin.nodes import StreamChunk
-from mstar.plugin.program import KVStep, LoopStart, Program, Run, Spawn
+from mstar.plugin.program import Program, Run
 from mstar.types import Path
 from mstar.worker.output import Output, mirrored, to_host
-from mstar.worker.places import Places
+from mstar.worker.places import Places, names_read
 from mstar.worker.state import Cursor, Groups, Lane, RequestState, Row, settled
 from mstar.worker.streams import StreamBuffer
 
@@ -46,7 +46,7 @@ class Feeds:
         self._places = places
         self._lanes = lanes
         self._readers = {stream: p for p in programs.values() for stream in p.receives}
-        self._seen = {program.walk: _names(program) for program in self._readers.values()}
+        self._seen = {program.walk: names_read(program) for program in self._readers.values()}
         runs = [op for p in programs.values() for op in p.ops if isinstance(op, Run)]
         self._items = {stream: run.method.output(port) for run in runs for port, stream in run.sends}
 
@@ -176,18 +176,3 @@ class Feeds:
         cursor = request.waiters.pop(key, None)
         if cursor is not None:
             self._lanes.advance(cursor)
-
-
-def _names(program: Program) -> set[str]:
-    """Names of values that a program may read from outside."""
-    names = set(program.inputs) | set(program.outputs)
-    for op in program.ops:
-        if isinstance(op, Run):
-            names |= {value for run in op.runs for _, value in run.inputs} | {op.cache or ""}
-        elif isinstance(op, LoopStart):
-            names |= {op.limit} if isinstance(op.limit, str) else set()
-        elif isinstance(op, Spawn):
-            names.add(op.over)
-        elif isinstance(op, KVStep):
-            names.add(getattr(op.step, "at", None) or "")
-    return names

@@ -115,7 +115,7 @@ class Follower:
             elif isinstance(message, ReadPages):
                 self.wire.send(PagesRead(content=self.pages[message.module].read(message.pages)))
             elif isinstance(message, WritePages):
-                self.pages[message.module].write(message.pages, message.content)
+                self.pages[message.module].write(message.pages, message.content, first_layer=message.first_layer)
             else:
                 return
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mstar.plugin.nodes import KVLayout
 from mstar.worker.page_table import PageTable
-from mstar.worker.pages import PageStorage
+from mstar.worker.pages import ALL, PageStorage
 from mstar.worker.prefix_cache import PrefixCache, Span, page_hash, root_hash
 
 if TYPE_CHECKING:
@@ -445,21 +445,20 @@ class KVPool:
         size = self.page_size
         return [s.pages[s.length // size] * size + s.length % size for s in sequences]
 
-    def read_pages(self, pages: list[int]) -> Tensor:
+    def read_pages(self, pages: list[int], *, layers: slice = ALL) -> Tensor:
         """A copy in host memory: (2, num_layers, n, num_kv_heads, page_size, head_dim), keys first."""
         self._fence()
-        return self.storage.read(pages)
+        return self.storage.read(pages, layers=layers)
 
-    def write_pages(self, sequence: Sequence, source: Sequence, *, start: int, content: Tensor) -> None:
-        """Make a sequence what `source`, a description, says: its first `start` tokens are here, the rest has room.
-
-        Args:
-            content: pages from token `start` on, as `read_pages` gave them.
-        """
-        pages = sequence.pages[start // self.page_size : self._num_pages(source.length)]
-        assert content.shape[2] == len(pages), (content.shape, len(pages))
+    def write_pages(self, sequence: Sequence, content: Tensor, *, start: int, first_layer: int = 0) -> None:
+        """Fill pages that have been reserved, from token `start` on, with what `read_pages` gave. See `settle`."""
+        pages = sequence.pages[start // self.page_size :][: content.shape[2]]
+        assert len(pages) == content.shape[2] and start >= sequence.length // self.page_size * self.page_size, start
         self._fence()
-        self.storage.write(pages, content)
+        self.storage.write(pages, content, first_layer=first_layer)
+
+    def settle(self, sequence: Sequence, source: Sequence) -> None:
+        """Make a sequence, all of whose pages have been filled, what `source`, a description, says."""
         sequence.length, sequence.position, sequence.ids = source.length, source.position, source.ids
         sequence.spans, sequence.jumps = source.spans, source.jumps
         self._cache_full_pages(sequence)

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 from torch import Tensor
 
 from mstar.ipc.messages import Between, Offer, Pages, ScopeStep, SendPages, Want
 from mstar.plugin.program import Run
+from mstar.worker.ahead_pages import AheadPages, described, description
 from mstar.worker.holdings import Holdings
-from mstar.worker.kv_pool import Jump, Sequence
+from mstar.worker.kv_pool import Sequence
 from mstar.worker.output import Output
 from mstar.worker.places import Places
-from mstar.worker.state import Arrival, Scope, Work
-
-Label = tuple[str, str]
-"""(module, label)."""
-
-_DESCRIBED = ("start", "position", "length", "ids", "spans", "jumps")
+from mstar.worker.state import Arrival, Label, Scope, Work
 
 
 class Moves:
@@ -34,6 +29,7 @@ class Moves:
         self._holdings = holdings
         self._modules = holdings.modules
         self._output = output
+        self.ahead = AheadPages(places, holdings=holdings, output=output)
 
     # ---- the walk's side ------------------------------------------------------------------------------------
 
@@ -44,6 +40,11 @@ class Moves:
         scope, work.ran_at = work.scope, worker
         holders = scope.holders.setdefault(key, set())
         must_come = bool(holders) and worker not in holders
+        if must_come and worker == self._places.worker and key in scope.coming:
+            must_come = not self.ahead.claim(scope, key)
+            holders.add(worker)
+            return must_come
+        self.ahead.drop(scope, [k for k, own in scope.holders.items() if own is holders and k not in scope.arrivals])
         if must_come:
             holder = self._places.worker if self._places.worker in holders else min(holders)
             order = SendPages(
@@ -83,18 +84,21 @@ class Moves:
 
     def forked(self, source: Scope, label: str, target: Scope, new: str) -> None:
         """A fork has been made wherever its source is."""
+        self.ahead.drop(target, [key for key in target.coming if key[1] == new])
         for module, own in list(source.holders):
             if own == label:
                 target.holders[(module, new)] = set(source.holders[(module, own)])
 
     def aliased(self, scope: Scope, source: str, new: str) -> None:
         """A label has become another name of a sequence."""
+        self.ahead.drop(scope, [key for key in scope.coming if key[1] == new])
         for module, own in list(scope.holders):
             if own == source:
                 scope.holders[(module, new)] = scope.holders[(module, own)]
 
     def dropped(self, scope: Scope, label: str) -> None:
         """A label has been dropped everywhere."""
+        self.ahead.drop(scope, [key for key in scope.coming if key[1] == label])
         for key in [key for key in scope.holders if key[1] == label]:
             del scope.holders[key]
 
@@ -107,14 +111,23 @@ class Moves:
 
     def handle(self, scope: Scope, message: Between) -> bool:
         """False, with nothing done, if it has to wait for what is to be recomputed."""
+        if isinstance(message, Want) and (
+            self.ahead.wanted(message, is_between=True) or not self._is_here(scope, message)
+        ):
+            return True
         if isinstance(message, SendPages | Want) and (scope.tenant.forgotten or scope.tenant.num_rebuilding):
             return False
         if isinstance(message, SendPages):
             self._offer(scope, message)
         elif isinstance(message, Offer):
-            scope.arrivals.setdefault((message.module, message.label), Arrival()).offer = message
+            if message.is_ahead:
+                self.ahead.offered(scope, message)
+            else:
+                scope.arrivals.setdefault((message.module, message.label), Arrival()).offer = message
         elif isinstance(message, Want):
             self._send(scope, message)
+        elif isinstance(message, Pages) and message.number:
+            self.ahead.take(scope, message)
         elif isinstance(message, Pages):
             arrival = scope.arrivals[(message.module, message.label)]
             assert arrival.offer is not None
@@ -133,13 +146,12 @@ class Moves:
 
     def _offer(self, scope: Scope, order: SendPages) -> None:
         sequence = scope.sequences[(order.module, order.label)]
-        known = {name: getattr(sequence, name) for name in _DESCRIBED}
         self._output.post(
             order.to,
             Offer(
                 request_id=order.request_id, sender=self._places.worker, lane=order.lane, path=order.path,
                 ordinal=order.ordinal, module=order.module, label=order.label,
-                sequence=msgspec.to_builtins(known, builtin_types=(bytes,)),
+                sequence=description(sequence),
             ),
         )  # fmt: skip
 
@@ -156,8 +168,13 @@ class Moves:
             Pages(
                 request_id=message.request_id, lane=message.lane, path=message.path, ordinal=message.ordinal,
                 module=message.module, label=message.label, start=message.start, content=content,
+                number=message.number, sequence=description(sequence) if message.number else None,
             ),
         )  # fmt: skip
+
+    def _is_here(self, scope: Scope, message: Want) -> bool:
+        """What was offered ahead may have gone before it is asked for: then nobody waits for it."""
+        return not message.number or (message.module, message.label) in scope.sequences
 
     def admit(self, work: Work, reserve: Callable[[Sequence, int], bool]) -> bool:
         """Whether a call's sequence is here; if not, its pages are asked for once there is room for them.
@@ -171,15 +188,12 @@ class Moves:
             return True
         if (offer := arrival.offer) is None or arrival.is_asked:
             return False
-        source = described(offer)
+        source = described(offer.sequence)
         pool = self._modules[offer.module].pool
         assert pool is not None
         self.release(scope, offer.module, offer.label)
         sequence = self._modules.sequence(scope, offer.module, offer.label)
-        sequence.start = sequence.position = source.start
-        start = 0
-        if self._holdings.scheduler.config.enable_prefix_caching and source.ids:
-            start = pool.match_prefix(sequence, source.ids[: source.length], source.spans)
+        start = self.ahead.begin(pool, sequence, source)
         if not reserve(sequence, source.length - start):
             self.release(scope, offer.module, offer.label)
             return False
@@ -197,14 +211,8 @@ class Moves:
     def _finish(self, scope: Scope, offer: Offer, start: int, content: Tensor) -> None:
         pool = self._modules[offer.module].pool
         assert pool is not None
-        pool.write_pages(scope.sequences[(offer.module, offer.label)], described(offer), start=start, content=content)
+        sequence = scope.sequences[(offer.module, offer.label)]
+        pool.write_pages(sequence, content, start=start)
+        pool.settle(sequence, described(offer.sequence))
         scope.tenant.in_flight -= 1
         scope.arrivals.pop((offer.module, offer.label)).is_here = True
-
-
-def described(offer: Offer) -> Sequence:
-    """The sequence that an offer speaks of; it is in no pool here."""
-    known = dict(offer.sequence)
-    spans = [(int(start), int(end), bytes(key)) for start, end, key in known.pop("spans")]
-    jumps = [Jump(*jump) for jump in known.pop("jumps")]
-    return Sequence(-1, spans=spans, jumps=jumps, **known)

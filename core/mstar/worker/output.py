@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mstar.ipc.messages import Between, Emit, FromWorker
-from mstar.worker.state import Cursor, EachGroup, GroupKeys, Groups, Lane, Row
+from mstar.worker.state import Cursor, EachGroup, GroupKeys, Groups, Lane, Parceled, Row
 
 
 class Output:
@@ -39,7 +39,8 @@ class Output:
     ) -> None:
         """Send a value, or the end of an item, to the client's side."""
         request_id, path = cursor.lane.request.info.request_id, cursor.scope.path
-        message = Emit(request_id=request_id, name=name, path=path, value=value, final=final, reason=reason)
+        more: dict[str, Any] = {"parcel": value} if type(value) is Parceled else {"value": to_host(value)}
+        message = Emit(request_id=request_id, name=name, path=path, final=final, reason=reason, **more)
         self._deliver(message, cursor.groups)
 
     def item_ended(self, groups: Groups) -> None:

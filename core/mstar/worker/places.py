@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from mstar.plugin.graph import Graph
-from mstar.plugin.program import MethodKey, Program, Run
+from mstar.plugin.program import KVStep, LoopStart, MethodKey, Program, Run, Spawn
 from mstar.worker.state import RequestState
 
 
@@ -35,6 +35,7 @@ class Places:
 
     Attributes:
         split: modules with sequences that methods of several groups use: those move between workers.
+        read: names of values that any walk reads once they are there.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Places:
         self._groups: dict[Run, int] = {}
         self._origins: dict[Run, tuple[str, int]] = {}
         self._programs = programs
+        self.read = frozenset(name for program in programs.values() for name in names_read(program))
         users: dict[str, set[int]] = {}
         for walk, at, op in _runs(programs) if placement is not None else ():
             found = self._groups[op] = placement.group_of(walk, op.node, op.method.name)  # type: ignore[union-attr]
@@ -104,3 +106,19 @@ def _runs(programs: Mapping[str, Program]) -> Iterator[tuple[str, int, Run]]:
         for at, op in enumerate(program.ops):
             if isinstance(op, Run):
                 yield walk, at, op
+
+
+def names_read(program: Program) -> set[str]:
+    """Names of values that a program may read from outside."""
+    names = set(program.inputs) | set(program.outputs)
+    for op in program.ops:
+        if isinstance(op, Run):
+            names |= {value for run in op.runs for _, value in run.inputs} | {op.cache or ""}
+        elif isinstance(op, LoopStart):
+            names |= {op.limit} if isinstance(op.limit, str) else set()
+            names |= {source for source, _ in op.collect}
+        elif isinstance(op, Spawn):
+            names |= {op.over} | {source for source, _ in op.collect}
+        elif isinstance(op, KVStep):
+            names.add(getattr(op.step, "at", None) or "")
+    return names

@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mstar.ipc.messages import Between, Call, Feed, Returned, ScopeStep
+from torch import Tensor
+
+from mstar.ipc.messages import Between, Call, Feed, Pages, Parcel, Returned, ScopeStep, Want
+from mstar.ipc.tensors import INLINE_BYTES
 from mstar.plugin.graph import Alias, Drop, Fork
 from mstar.plugin.nodes import StreamChunk
 from mstar.plugin.program import Join, Program, Run
@@ -22,7 +25,7 @@ from mstar.worker.moves import Moves
 from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.places import Places
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Batched, Cursor, Lane, RequestState, Row, Scope, Work, settled
+from mstar.worker.state import Batched, Cursor, Lane, Leaving, Parceled, RequestState, Row, Scope, Work, settled
 
 ELSEWHERE = Program("", (Join(),), (), (), frozenset(), frozenset(), frozenset(), frozenset())
 """What cursors of calls for other workers' walks are in."""
@@ -76,7 +79,7 @@ class Remote:
                 request_id=work.request_id, caller=self._places.worker, number=number, walk=walk, at=at,
                 lane=scope.lane, path=scope.path, ordinal=scope.ordinal, iteration=work.iteration,
                 inputs=to_host(settled(given)), chunks=chunks, content_key=work.content_key,
-                awaits=awaits,
+                awaits=awaits, is_ahead=self.moves.ahead.is_wanted(work),
             ),
         )  # fmt: skip
 
@@ -89,11 +92,14 @@ class Remote:
         values = to_device(message.values, self._device)
         for port in message.rows:
             values[port] = Row(Batched(values[port][None]), 0)
+        values |= {port: Parceled(*parcel) for port, parcel in message.parcels.items()}
         self._complete(work, values)
 
     def forget(self, request: RequestState) -> None:
         """A request has ended."""
         self._late.pop(request.info.request_id, None)
+        for scope in (scope for tenant in request.tenants.values() for scope in tenant.scopes):
+            self.moves.ahead.drop(scope, list(scope.coming))
         for number in [number for number, work in self._calls.items() if work.request is request]:
             del self._calls[number]
 
@@ -119,6 +125,7 @@ class Remote:
 
     def free(self, scope: Scope) -> None:
         """A scope has ended."""
+        self.moves.ahead.drop(scope, list(scope.coming))
         for worker in scope.guests:
             self._step(worker, scope, "free")
 
@@ -169,6 +176,8 @@ class Remote:
             return self._take_step(request, message)
         else:
             assert not isinstance(message, Feed)
+            if isinstance(message, Pages | Want) and not request.scope(message.lane, message.path, message.ordinal):
+                return True  # what it was about has ended
             scope = self._scope(request, message.lane, message.path, message.ordinal)
             return self.moves.handle(scope, message) or self._wait(request, scope)
         return True
@@ -214,6 +223,8 @@ class Remote:
         work = self._scheduler.make_work(cursor, op, inputs=inputs, chunks=chunks)
         work.reply = message.caller, message.number
         self.moves.expect(work, awaits=message.awaits)
+        if message.is_ahead:
+            work.leaving = scope.leaving[(work.key[0], work.label)] = Leaving(message.caller, work)
         self._scheduler.add(work)
 
     def answer(self, work: Work, values: Mapping[str, Any]) -> None:
@@ -222,18 +233,35 @@ class Remote:
         if work.error is not None:
             self._fail(work.request, work.error)
             return
+        if work.leaving is not None:
+            self.moves.ahead.finish(work)
         op = work.op
         ports = {port for port, _ in (*op.outputs, *op.emits, *op.sends)}
         given = {port: value for port, value in values.items() if port in ports}
+        parcels = self._send_parcels(work, given)
         caller, number = work.reply
         self._output.post(
             caller,
             Returned(
                 request_id=work.request_id, number=number, values={p: to_host(v) for p, v in given.items()},
                 rows=tuple(port for port, value in given.items() if type(value) is Row),
-                counts=dict(work.counts), stop_reason=work.stop_reason, is_cached=work.is_cached,
+                counts=dict(work.counts), stop_reason=work.stop_reason, is_cached=work.is_cached, parcels=parcels,
             ),
         )  # fmt: skip
+
+    def _send_parcels(self, work: Work, given: dict[str, Any]) -> dict[str, tuple[int, int]]:
+        """Take what is large, and for the client alone, out of what a call gave: the engine gets it from here."""
+        op, parcels = work.op, dict[str, tuple[int, int]]()
+        for port in {port for port, _ in op.emits} - {port for port, _ in op.sends}:
+            if dict(op.outputs).get(port) in self._places.read:
+                continue
+            value = to_host(given.get(port))
+            if isinstance(value, Tensor) and value.nbytes >= INLINE_BYTES:
+                del given[port]
+                parcels[port] = self._places.worker, next(self._numbers)
+                parcel = Parcel(request_id=work.request_id, number=parcels[port][1], value=value)
+                self._output.messages.append(parcel)
+        return parcels
 
     def _scope(self, request: RequestState, lane: str, path: Path, ordinal: int) -> Scope:
         found = request.scope(lane, path, ordinal)

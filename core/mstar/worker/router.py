@@ -58,6 +58,7 @@ class Router:
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
+        scheduler.give_up = self.remote.moves.ahead.give_up
 
     # ---- messages ---------------------------------------------------------------------------------------
 
@@ -324,6 +325,7 @@ class Router:
         if isinstance(op, Spawn):
             assert child.parent is not None
             for label in op.forks:
+                self.remote.moves.ahead.claim_all(child.parent.scope, label)
                 self.holdings.fork(child.parent.scope, label, child.scope, label)
                 if not self.places.is_alone:
                     self.remote.fork(child.parent.scope, label, child.scope)
@@ -437,7 +439,7 @@ class Router:
                     cursor.written[value] = None
             for port, name in op.emits:
                 if (emitted := values.get(port)) is not None:
-                    self.output.emit(cursor, name, value=to_host(emitted))
+                    self.output.emit(cursor, name, value=emitted)
             if work.stop_reason is not None or cursor.lane.stops or op.receives:
                 mark_ends(cursor, op, work)
             for port, name in op.sends:

@@ -7,6 +7,7 @@ by task to find whose fault it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class Runner:
         self.copies_early = config.overlap and self.device.type == "cuda"  # else there is nothing that would wait
         self.taper: Taper | None = None  # once methods are compiled
         self.graphs: GraphRunner | None = None  # on CUDA, once captured
+        self.watch: Callable[[list[Work]], Callable[[int], None] | None] = lambda works: None  # of each layer's pages
+        self.drain: Callable[[], None] = lambda: None  # what that has begun and not ended
         self._layouts: dict[tuple[MethodKey, int], BatchLayout] = {}  # of methods whose rows are alike
         self._stacked: dict[tuple[MethodKey, str], tuple[list[Any], Tensor]] = {}  # a port's last values, as a batch
 
@@ -108,6 +111,7 @@ class Runner:
             ids_port = None if method.kv is None or not method.kv.write or method.has_tokens else method.kv.ids
             row_ids = launched.inputs[ids_port] if ids_port is not None else None
             copies = self._begin_copies(works[0].op, launched, row_ids)
+            self.drain()
         except BaseException:
             traces.undo()
             raise
@@ -207,6 +211,8 @@ class Runner:
         )
         if kv is not None:
             context.kv = self._kv_batch(module, kv, works, layout, columns, given.get("slots"))
+            if layout.is_ragged:
+                context.kv.after_layer = self.watch(works)
         return context
 
     def planned(self, plan: Plan, works: list[Work], layout: BatchLayout) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ class Scheduler:
         fail: ends a request that asks for what it cannot get, such as a sampler's row; its work is discarded.
         admit: whether a work's sequence has come from another worker; given what makes room for it.
         runs_here: whether a cursor's next call runs in this worker, and on what is here already.
+        give_up: has younger tenants give up what they have reserved for what comes from other workers.
     """
 
     def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
@@ -59,6 +60,7 @@ class Scheduler:
         self.fail: Callable[[RequestState, Exception], None]
         self.admit: Callable[[Work, Callable[[Sequence, int], bool]], bool]
         self.runs_here: Callable[[Cursor, Run], bool]
+        self.give_up: Callable[[Tenant], bool] = lambda tenant: False
         self.num_swaps = 0
         self.num_rebuilds = 0
         self.has_moved = False  # a tenant came back or was moved since the last call of next_batch
@@ -329,6 +331,8 @@ class Scheduler:
         Args:
             has_room: whether there is, without these tenants.
         """
+        if self.give_up(tenant) and has_room([]):
+            return True
         busy = {id(work.scope.tenant) for work in picked}
         younger = [t for t in self.tenants() if t.rank > tenant.rank and id(t) not in busy]
         moved: list[Tenant] = []

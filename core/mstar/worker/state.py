@@ -68,6 +68,13 @@ class Row(NamedTuple):
         return self.batch.tensor[self.at]
 
 
+class Parceled(NamedTuple):
+    """A value that another worker sends to the engine by itself, in a `Parcel`."""
+
+    worker: int
+    number: int
+
+
 def plain(value: Any) -> Any:
     """The value itself, for what may be a `Row`."""
     return value.tensor if type(value) is Row else value
@@ -88,6 +95,10 @@ def settled(value: Any) -> Any:
     return plain(value)
 
 
+Label = tuple[str, str]
+"""(module, label)."""
+
+
 @dataclass(slots=True, eq=False)
 class Arrival:
     """A sequence on its way here from another worker.
@@ -100,6 +111,39 @@ class Arrival:
     offer: Offer | None = None
     is_asked: bool = False
     is_here: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A sequence that comes from another worker while a call there still writes it (`ahead_pages`).
+
+    Args:
+        number: of its transfer.
+    """
+
+    number: int
+    is_complete: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Leaving:
+    """The sequence of a call that runs here for a walk elsewhere, which goes on with it there.
+
+    Args:
+        to: that worker.
+        work: the call.
+        number: of the transfer; 0: it has not been asked for.
+        start: first token that has not been sent in all layers, the first of a page.
+        num_layers: what the running step has written so far; `num_sent` of them have been sent.
+    """
+
+    to: int
+    work: Work
+    is_offered: bool = False
+    number: int = 0
+    start: int = 0
+    num_layers: int = 0
+    num_sent: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +160,7 @@ class Scope:
         guests: other workers that have something of it.
         holders: (module, label) -> the workers that have the sequence as it is now; labels of one sequence share it.
         arrivals: (module, label) -> what is on its way here.
+        coming, leaving: (module, label) -> what goes from worker to worker while it is written.
     """
 
     lane: str
@@ -124,13 +169,15 @@ class Scope:
     tenant: Tenant
     draw_key: int
     ordinal: int = 0
-    sequences: dict[tuple[str, str], Sequence] = field(default_factory=dict)
+    sequences: dict[Label, Sequence] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     saved_rows: dict[str, SavedRow] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     guests: list[int] = field(default_factory=list)
-    holders: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    arrivals: dict[tuple[str, str], Arrival] = field(default_factory=dict)
+    holders: dict[Label, set[int]] = field(default_factory=dict)
+    arrivals: dict[Label, Arrival] = field(default_factory=dict)
+    coming: dict[Label, Coming] = field(default_factory=dict)
+    leaving: dict[Label, Leaving] = field(default_factory=dict)
 
     def distinct(self, module: str) -> list[Sequence]:
         """The module's sequences, aliases once."""
@@ -325,6 +372,7 @@ class Work(Task):
         content_key: of a call whose outputs are cached; `is_cached`: they were there, and it has not run.
         reply: (worker, number) of the walk's call, where the walk lives elsewhere.
         arrival: of the sequence it waits for.
+        leaving: how its sequence leaves while it runs.
         ran_at: the worker that runs it, where its module's sequences move between workers; None: this one.
     """
 
@@ -349,4 +397,5 @@ class Work(Task):
     is_cached: bool = False
     reply: tuple[int, int] | None = None
     arrival: Arrival | None = None
+    leaving: Leaving | None = None
     ran_at: int | None = None

@@ -41,7 +41,7 @@ from mstar.ipc.ranks import (
 )
 from mstar.layers.attention import AttentionPlan
 from mstar.plugin.nodes import Context, KVLayout
-from mstar.worker.pages import PageStorage
+from mstar.worker.pages import ALL, PageStorage
 from mstar.worker.ranks import TIMEOUT_S, ProcessRanks, open_store
 
 logger = logging.getLogger(__name__)
@@ -162,10 +162,12 @@ class Team:
         self._tell(ReadPages(module=module, pages=list(pages)))
         return [self._answer(rank).content for rank in range(1, self.ranks.size)]
 
-    def write_pages(self, module: str, pages: Sequence[int], contents: Sequence[Tensor]) -> None:
+    def write_pages(
+        self, module: str, pages: Sequence[int], contents: Sequence[Tensor], *, first_layer: int = 0
+    ) -> None:
         """Fill pages, for each of the others with its own content."""
         for rank, content in enumerate(contents, 1):
-            self._tell(WritePages(module=module, pages=list(pages), content=content), rank)
+            self._tell(WritePages(module=module, pages=list(pages), content=content, first_layer=first_layer), rank)
 
     # ---- telling ----------------------------------------------------------------------------------------
 
@@ -241,6 +243,8 @@ class Team:
 class _SplitPages(PageStorage):
     """Pages whose heads are split among ranks. Several ranks have the same heads where there are too few."""
 
+    is_whole = False
+
     def __init__(self, team: Team, module: str, layout: KVLayout, *, total_heads: int, **sizes: Any) -> None:
         super().__init__(layout, **sizes)
         self._team, self._module, self._size = team, module, team.ranks.size
@@ -251,19 +255,20 @@ class _SplitPages(PageStorage):
         self._team.copy_page(self._module, source, target)
         super().copy(source, target)
 
-    def read(self, pages: Sequence[int]) -> Tensor:
+    def read(self, pages: Sequence[int], *, layers: slice = ALL) -> Tensor:
         if not pages:
-            return super().read(pages).repeat(1, 1, 1, self._total // self._own, 1, 1)
-        parts = [super().read(pages), *self._team.read_pages(self._module, pages)]
+            return super().read(pages, layers=layers).repeat(1, 1, 1, self._total // self._own, 1, 1)
+        others = self._team.read_pages(self._module, pages)
+        parts = [super().read(pages, layers=layers), *(other[:, layers] for other in others)]
         return torch.cat(parts[:: self._size * self._own // self._total], dim=3)
 
-    def write(self, pages: Sequence[int], content: Tensor) -> None:
+    def write(self, pages: Sequence[int], content: Tensor, *, first_layer: int = 0) -> None:
         if not pages:
             return
         starts = [rank * self._total // self._size for rank in range(self._size)]
         parts = [content[:, :, :, start : start + self._own] for start in starts]
-        self._team.write_pages(self._module, pages, parts[1:])
-        super().write(pages, parts[0])
+        self._team.write_pages(self._module, pages, parts[1:], first_layer=first_layer)
+        super().write(pages, parts[0], first_layer=first_layer)
 
 
 def _device(rank: int, config: EngineConfig, first: torch.device, devices: Sequence[str]) -> str:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 import torch
 
 from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
-from mstar.ipc.messages import Beat, Compiled, Dead, Emit, FromWorker, Ready, Shutdown, Stats, WalkDone
+from mstar.ipc.messages import (
+    Beat,
+    Compiled,
+    Dead,
+    Emit,
+    FromWorker,
+    Parcel,
+    Ready,
+    Shutdown,
+    Stats,
+    ToWorker,
+    WalkDone,
+    Want,
+)
 from mstar.layers import kernels
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec
@@ -57,6 +71,7 @@ class Worker:
         self.spec, self.graph, self.checkpoint, self.config = spec, graph, checkpoint, config
         self.is_stopped = False
         self.is_blocked = False  # work is ready, but all of it waits for memory
+        self._kept: list[ToWorker] = []  # messages that came in the middle of a step
         self.num_steps = 0
         self._blocked_since_s = 0.0
         self._checked_at_step = 0  # integrity is checked once at every return to idleness
@@ -92,6 +107,10 @@ class Worker:
             log.info("--overlap gains nothing here: on a CPU only compiled code runs beside the worker; add --compile")
         self.cache = OutputCache(self.config.encoder_cache_bytes)
         self.router = Router(self.spec, self.graph, modules=self.modules, scheduler=self.scheduler)
+        self.ahead = self.router.remote.moves.ahead
+        if not self.modules.places.is_alone:
+            self.ahead.send, self.ahead.glance = self.end.send_to, self.glance
+            self.runner.watch, self.runner.drain = self.ahead.watch, partial(self.ahead.drain, wait=True)
         is_graphed = self.config.cuda_graphs and not (self.config.enforce_eager or self.config.batch_invariant)
         if is_graphed and self.modules.device.type == "cuda":
             self._enter("capturing CUDA graphs")
@@ -128,6 +147,7 @@ class Worker:
         if batch is not None:
             self._enter(".".join(batch.key))
             started = time.perf_counter()
+            self.ahead.start_step(batch.works)
             finished = self.runner.run(batch)
             self.scheduler.record(batch, time.perf_counter() - started)
             self.route(finished)
@@ -175,6 +195,7 @@ class Worker:
         self._enter(".".join(batch.key))
         started = time.perf_counter()
         try:
+            self.ahead.start_step(batch.works)
             return self.runner.launch(batch)
         except (Exception, SystemExit):
             log.debug("a launched batch raised; its tasks will run one by one", exc_info=True)
@@ -191,7 +212,8 @@ class Worker:
                 self._checked_at_step = self.num_steps
                 self._report_leaks()
         self._doing = None
-        messages = self.end.receive(timeout_s)
+        kept, self._kept = self._kept, []
+        messages = kept + self.end.receive(0.0 if kept else timeout_s)
         self._enter("the worker's own work between two steps")
         for message in messages:
             if isinstance(message, Shutdown):
@@ -200,6 +222,12 @@ class Worker:
                 self.router.handle(message)
         self.router.resume()
         self._post()
+
+    def glance(self) -> None:
+        """In the middle of a step: look whether what its sequences are waiting to be asked has come."""
+        for message in self.end.receive(0.0):
+            if not (isinstance(message, Want) and self.ahead.wanted(message)):
+                self._kept.append(message)
 
     def schedule(self, *, is_running: bool = False) -> Batch | None:
         """The next batch. When work is ready but nothing can ever run, the youngest request fails, so others go on."""
@@ -227,6 +255,8 @@ class Worker:
         self.num_steps += 1
         for work in finished.unfinished:
             if not work.request.is_dead:
+                if work.leaving is not None:
+                    self.ahead.advance(work)
                 self.scheduler.add(work)
         for work, error in finished.failed:
             self.router.fail(work.request, error)
@@ -266,7 +296,7 @@ class Worker:
                 self.end.send_to(worker, message)
 
     def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
-        assert isinstance(message, Emit | WalkDone), message
+        assert isinstance(message, Emit | Parcel | WalkDone), message
         request = self.router.requests.get(message.request_id)
         if request is not None:
             self.router.fail(request, PluginError(f"an output of the model cannot leave its process: {error}"))

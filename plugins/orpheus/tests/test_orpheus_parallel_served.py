@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -145,3 +146,33 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("prefill", "decode", "way"), [(2, 1, "layers"), (1, 2, "layers"), (1, 2, "end")])
+def test_prompts_read_by_more_or_fewer_processes_than_go_on(
+    tmp_path: Path, tiny_folder: Path, prefill: int, decode: int, way: str
+) -> None:
+    placement = tmp_path / "apart.yaml"
+    groups = [
+        {"nodes": ["lm.prefill"], "tensor_parallel": prefill, "threads": 1},
+        {"nodes": ["*"], "tensor_parallel": decode, "threads": 1},
+    ]
+    placement.write_text(json.dumps({"groups": groups}))
+    flags = ["--plugin", "orpheus", "--model", str(tiny_folder), "--threads", "1", "--block-size", "4"]
+    apart = ["--placement", str(placement), "--kv-transfer", way, "--max-num-batched-tokens", "7"]
+    right: list[Any] = []
+    for more in ([], apart):
+        with ServeProcess(*flags, *more, start_s=300) as server:
+            found = [_speak(server.url, text, seed=seed) for seed, text in enumerate(TEXTS)]
+            right = right or found
+    assert found == right
+
+
+def _speak(url: str, text: str, *, seed: int) -> Any:
+    body = {
+        "task": "speech", "inputs": [{"type": "text", "text": text}], "seed": seed, "outputs": ["tensor:codes"],
+        "params": {"max_tokens": 35},
+    }  # fmt: skip
+    return httpx.post(f"{url}/v1/generate", json=body, timeout=120).json()["outputs"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -90,7 +91,13 @@ class KVBatch:
         plan: this step's rows.
         keys, values: per layer, the pool (num_pages, Hkv, page_size, D), contiguous.
         backend: from `choose_backend`.
+
+    Attributes:
+        after_layer: called with a layer's number once its new keys and values are written, or are about to be on the
+            device. Not where graphs are replayed or code is compiled.
     """
+
+    after_layer: Callable[[int], None] | None = None
 
     def __init__(
         self, plan: AttentionPlan, keys: list[Tensor], values: list[Tensor], backend: AttentionBackend
@@ -117,7 +124,10 @@ class KVBatch:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if not torch.compiler.is_compiling():
             assert pool[0].shape[2] == plan.page_size, f"pool has pages of {pool[0].shape[2]}, not {plan.page_size}"
-            return self.backend.paged(q, k, v, pool, plan, scale=scale, window=window or 0)
+            found = self.backend.paged(q, k, v, pool, plan, scale=scale, window=window or 0)
+            if self.after_layer is not None:
+                self.after_layer(layer)
+            return found
         rows = plan.query_starts, plan.context_lens, plan.page_table, plan.slot_mapping, plan.visible_end
         flags = plan.write, plan.decode, plan.batch_invariant
         name = self.backend.name
