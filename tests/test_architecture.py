@@ -49,7 +49,7 @@ NO_TORCH = (
 FILE_LINES = 400
 FUNCTION_LINES = 60
 # Code lines of core by part, before several processes; see the decision in docs/architecture.md.
-BUDGETS = {"engine": 9400, "surface": 5200, "tools": 1350}
+BUDGETS = {"engine": 12800, "surface": 5800, "tools": 1350}
 SURFACE = ("media", "server", "launch", "cli", "__main__", "__init__")  # what a client or an operator meets
 TOOLS = ("client", "bench")  # what talks to a server from outside
 
