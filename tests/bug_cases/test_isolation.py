@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import json
 import re
 import time
@@ -29,10 +31,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def narrow(start: Callable[..., Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+def _narrow(start: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
+    fixed = {"plugin": "orpheus", "max_model_len": 1024, "max_num_seqs": 1}
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda mode: stack.enter_context(start(**fixed, **MODES[mode])))
+
+
+@pytest.fixture
+def narrow(_narrow: Callable[[str], Any], request: pytest.FixtureRequest) -> Any:
     """Each worker has room for one request at a time."""
-    with start(plugin="orpheus", max_model_len=1024, max_num_seqs=1, **MODES[request.param]) as site:
-        yield site
+    return _narrow(request.param)
 
 
 @pytest.mark.parametrize(
