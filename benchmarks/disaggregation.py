@@ -11,7 +11,7 @@ orpheus  the language model and the codec in two processes (`disaggregated`) aga
          each part computed, of the wall time: what one process does one after the other two can do at once, so the
          most to be had is their sum over the greater of them.
 
-A random Llama of about 60M parameters (12 layers of 512) and a codec of a tenth of the published one's width, float32,
+A random Llama of about 50M parameters (12 layers of 512) and a codec of a tenth of the published one's width, float32,
 no prefix cache. Its tokens know no frames, so here any seven of them are one. `--chunk` is `--max-num-batched-tokens`.
 """
 
