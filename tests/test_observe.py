@@ -109,8 +109,14 @@ def test_sizes_are_told_in_a_unit_that_suits_them() -> None:
 
 def test_the_http_server_speaks_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info")
-    logging.getLogger("uvicorn.error").info("Shutting down")
-    logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
+    speaker = logging.getLogger("uvicorn.error")
+    before = speaker.level
+    speaker.setLevel(logging.INFO)  # servers of other tests may have made it quieter
+    try:
+        speaker.info("Shutting down")
+        speaker.error("ASGI callable returned without completing response.")
+    finally:
+        speaker.setLevel(before)
     shown = capsys.readouterr().err
     assert "uvicorn: Shutting down" in shown and "ASGI" not in shown
 

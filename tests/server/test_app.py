@@ -35,7 +35,9 @@ async def listening(
         app = create_app(served.engine, **usual | (app or {}))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_config=None, log_level="critical", timeout_graceful_shutdown=1)
+            )
             server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
             task = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

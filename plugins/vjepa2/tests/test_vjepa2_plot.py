@@ -145,7 +145,8 @@ def test_plots_need_matplotlib_and_a_plugin_that_draws(
     assert "plugin 'echo' draws no pictures" in told and "leave --plot out" in told
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name))
-    told = refused(capsys, "--plugin", "vjepa2", "--video", "x.mp4", "--out", str(tmp_path / "out"))
+    (video := tmp_path / "x.mp4").touch()
+    told = refused(capsys, "--plugin", "vjepa2", "--video", str(video), "--out", str(tmp_path / "out"))
     assert "pip install 'mstar-core[plot]'" in told and not (tmp_path / "out").exists()
 
 
