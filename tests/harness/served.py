@@ -87,9 +87,9 @@ class Served:
             self.run(self._stack.aclose())
         finally:
             self._stop_loop()
-        for module in self.worker.modules.by_name.values():
+        for module in (module for worker in self.workers for module in worker.modules.by_name.values()):
             if module.pool is not None:  # gigabytes, which cycles would keep
-                module.pool._storage.untyped_storage().resize_(0)
+                module.pool.storage.tensor.untyped_storage().resize_(0)
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
