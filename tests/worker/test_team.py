@@ -37,9 +37,11 @@ class Fellows:
     def read_pages(self, module: str, pages: Sequence[int]) -> list[Tensor]:
         return [own.read(pages) for own in self.pages]
 
-    def write_pages(self, module: str, pages: Sequence[int], contents: Sequence[Tensor]) -> None:
+    def write_pages(
+        self, module: str, pages: Sequence[int], contents: Sequence[Tensor], *, first_layer: int = 0
+    ) -> None:
         for own, content in zip(self.pages, contents, strict=True):
-            own.write(pages, content)
+            own.write(pages, content, first_layer=first_layer)
 
 
 @pytest.mark.parametrize(("total", "size"), [(4, 2), (2, 2), (2, 4), (1, 3)])
@@ -53,6 +55,10 @@ def test_pages_leave_with_all_heads_and_come_back_to_their_ranks(total: int, siz
         pages.write([4, 1, 2], content)
         pages.copy(1, 5)
     assert torch.equal(split.read([2, 5, 4, 3]), whole.read([2, 5, 4, 3]))
+    for pages in (split, whole):  # the second layer alone
+        pages.write([4, 1], content[:, 1:, 1:], first_layer=1)
+    assert torch.equal(split.read([1, 4], layers=slice(1, 2)), whole.read([1, 4])[:, 1:])
+    split.write([4, 1, 2], content)
     assert split.read([]).shape == whole.read([]).shape
     assert split.host_page_bytes == whole.page_bytes == split.read([1]).nbytes
     every = [split, *fellows.pages]

@@ -39,7 +39,7 @@ class Output:
     ) -> None:
         """Send a value, or the end of an item, to the client's side."""
         request_id, path = cursor.lane.request.info.request_id, cursor.scope.path
-        more: dict[str, Any] = {"parcel": value} if type(value) is Parceled else {"value": to_host(value)}
+        more: dict[str, Any] = {"parcel": value} if type(value) is Parceled else {"value": value}
         message = Emit(request_id=request_id, name=name, path=path, final=final, reason=reason, **more)
         self._deliver(message, cursor.groups)
 
@@ -82,6 +82,8 @@ def mirrored(lane: Lane, groups: GroupKeys) -> Groups:
 
 def to_host(value: Any) -> Any:
     """A value that can leave the worker: no batch behind a row, no device."""
+    if type(value) is Parceled:  # it has left
+        return value
     if type(value) is Row:
         return value.batch.host_row(value.at)
     if isinstance(value, Tensor):

@@ -439,7 +439,7 @@ class Router:
                     cursor.written[value] = None
             for port, name in op.emits:
                 if (emitted := values.get(port)) is not None:
-                    self.output.emit(cursor, name, value=emitted)
+                    self.output.emit(cursor, name, value=to_host(emitted))
             if work.stop_reason is not None or cursor.lane.stops or op.receives:
                 mark_ends(cursor, op, work)
             for port, name in op.sends:
