@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from asking import Asked, Part, image, tensor, text
 from safetensors.torch import load_file
@@ -71,3 +72,18 @@ def model(serving: Asked) -> Iterator[Asked]:
     """The served golden checkpoint, and nothing left in it afterwards."""
     yield serving
     serving.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def opened(serving: Asked) -> Iterator[openai.OpenAI]:
+    with (
+        serving.http() as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def client(opened: openai.OpenAI, model: Asked) -> openai.OpenAI:
+    """A client of what `serving` serves, with nothing left in it afterwards."""
+    return opened

@@ -31,20 +31,6 @@ def serving() -> Iterator[Asked]:
     asked.close()
 
 
-@pytest.fixture(scope="module")
-def opened(serving: Asked) -> Iterator[openai.OpenAI]:
-    with (
-        serving.http() as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-def client(opened: openai.OpenAI, model: Asked) -> openai.OpenAI:
-    return opened
-
-
 def asked(*parts: Any, **fields: Any) -> dict[str, Any]:
     content = [*parts, {"type": "text", "text": "Hello, who are you?"}]
     usual = {"model": MODEL, "max_tokens": 5, "temperature": 0}

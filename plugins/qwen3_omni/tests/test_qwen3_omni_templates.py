@@ -104,20 +104,6 @@ def serving(folder: str) -> Iterator[Asked]:
 
 
 @pytest.fixture(scope="module")
-def opened(serving: Asked) -> Iterator[openai.OpenAI]:
-    with (
-        serving.http() as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-def client(opened: openai.OpenAI, model: Asked) -> openai.OpenAI:
-    return opened
-
-
-@pytest.fixture(scope="module")
 def peer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
