@@ -6,16 +6,17 @@ A float32 tensor of 4 KB, 1 MB and 64 MB goes to a spawned process, which reads 
 small message. Printed are the medians of round trips in microseconds, from rounds that take turns, and how many times
 the bandwidth of pickling that is. Ours is the channel as engine and worker hold it: the engine's end on an event loop,
 messages validated, the tensor copied in and out again, so that both sides own what they have; between workers there is
-no event loop. The floor is what that stands on: zmq's sockets, on an event loop (`zmq, loop`) and without (`zmq`), with
-the bytes alone; of large tensors as many bytes as announce them, and one copy into memory that is there and one into
-new memory. A queue is measured with one and the same tensor (`reused`), whose memory is shared once, and with a new one
-each time, as results are.
+no event loop. The floor is what that stands on: zmq's sockets, on an event loop (`zmq, loop`) and without (`zmq`), and
+no message but the bytes themselves, or, of large tensors, as many as announce them, with one copy into memory that both
+processes have and one out of it, always into the same. A queue is measured with one and the same tensor (`reused`),
+whose memory is shared once, and with a new one each time, as results are.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import mmap
 import os
 import pickle
 import statistics
@@ -39,8 +40,14 @@ from mstar.ipc.tensors import INLINE_BYTES
 
 SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
 PAGE = 1024  # float32 elements
+ANNOUNCEMENT = 160  # bytes
+ANSWER = b"x" * 40
 
 RoundTrip = Callable[[torch.Tensor], Awaitable[None]]
+
+
+def shared_room(file: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, SIZES["64 MB"]), dtype=torch.float32)
 
 
 def touch(tensor: torch.Tensor) -> float:
@@ -65,12 +72,18 @@ def answer_channel(road: str, server: str) -> None:
                 end.send(Emit(request_id="r", name="x", path=(), value=value))
 
 
-def answer_bytes(address: str) -> None:
+def answer_bytes(address: str, room: str) -> None:
     pair = zmq.Context.instance().socket(zmq.PAIR)
     pair.connect(address)
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    while pair.recv():
-        pair.send(b"x" * 40)
+    shared, own = shared_room(int(room)), torch.ones(SIZES["64 MB"] // 4)
+    while sent := pair.recv():
+        if len(sent) == ANNOUNCEMENT:
+            num_elements = int(sent)
+            touch(own[:num_elements].copy_(shared[:num_elements]))
+        else:
+            touch(torch.frombuffer(bytearray(sent), dtype=torch.float32))
+        pair.send(ANSWER)
 
 
 def answer_pickled(address: str) -> None:
@@ -120,13 +133,15 @@ async def main(arguments: argparse.Namespace) -> None:
     channel.hand_over()
     with tempfile.TemporaryDirectory() as folder:
         pair, bare = (zmq.Context.instance().socket(zmq.PAIR) for _ in range(2))
-        for socket, way in ((pair, "pickled"), (bare, "bytes")):
+        file = os.memfd_create("room")
+        os.ftruncate(file, SIZES["64 MB"])
+        room = shared_room(file)
+        for socket, way, more in ((pair, "pickled", []), (bare, "bytes", [str(file)])):
             socket.bind(f"ipc://{folder}/{way}")
-            command = [sys.executable, __file__, f"--{way}", f"ipc://{folder}/{way}"]
-            children.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+            command = [sys.executable, __file__, f"--{way}", f"ipc://{folder}/{way}", *more]
+            children.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[file]))
         peer = worker_here(exchange)
         arrived = asyncio.Event()
-        room = torch.ones(SIZES["64 MB"] // 4)
         spawn = multiprocessing.get_context("spawn")
         there, back = spawn.Queue(), spawn.Queue()
         queued = spawn.Process(target=answer_queue, args=(there, back))
@@ -149,8 +164,7 @@ async def main(arguments: argparse.Namespace) -> None:
             if tensor.nbytes < INLINE_BYTES:
                 return tensor.numpy().tobytes()
             room[: tensor.numel()].copy_(tensor)
-            touch(room[: tensor.numel()].clone())
-            return b"x" * 160
+            return str(tensor.numel()).zfill(ANNOUNCEMENT).encode()
 
         async def raw(tensor: torch.Tensor) -> None:
             bare.send(announced(tensor))
@@ -206,13 +220,13 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.4, help="of one way and size in one round")
     parser.add_argument("--channel", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--pickled", help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", help=argparse.SUPPRESS)
+    parser.add_argument("--bytes", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.channel:
         answer_channel(*given.channel)
     elif given.bytes:
-        answer_bytes(given.bytes)
+        answer_bytes(*given.bytes)
     elif given.pickled:
         answer_pickled(given.pickled)
     else:

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 
 _LINGER_MS = 2000
-_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as numbers, since enumerations are slow
+_NOBLOCK, _MORE, _EVENTS, _POLLIN = (  # as numbers, since enumerations are slow
+    int(name) for name in (zmq.NOBLOCK, zmq.SNDMORE, zmq.EVENTS, zmq.POLLIN)
+)
 _MOST_AT_ONCE = 256
 _HEAD = struct.Struct("=cIII")  # kind, sender, its arena's file in the server, number of frames that follow
 _MESSAGE, _BEAT, _END = b"M", b"B", b"E"
@@ -91,8 +93,6 @@ class _Post:
         for option, value in ((zmq.RCVHWM, 0), (zmq.IPC_FILTER_UID, os.getuid()), (zmq.USE_FD, inbox)):
             self.inbox.setsockopt(option, value)
         self.inbox.bind(address)
-        self._arrivals = zmq.Poller()
-        self._arrivals.register(self.inbox, zmq.POLLIN)
         self.arena = Arena(arena)
         self.arenas: dict[int, Arena] = {}
         self.sender = (0, 0)
@@ -128,7 +128,11 @@ class _Post:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, or comes in time."""
-        return bool(self._arrivals.poll(None if timeout_s == math.inf else max(0, math.ceil(1000 * timeout_s))))
+        if self.inbox.getsockopt(_EVENTS) & _POLLIN:
+            return True
+        if timeout_s <= 0:
+            return False
+        return bool(self.inbox.poll(None if timeout_s == math.inf else math.ceil(1000 * timeout_s)))
 
     def receive(self) -> tuple[bytes, Message | None]:
         """The next message, which is there, and its kind. Raises _Gone, or what decoding raises."""
