@@ -163,15 +163,12 @@ def test_rows_of_other_ranks_experts_are_zero(invariant: bool) -> None:
 
 
 def test_more_ranks_than_heads_of_keys_and_values_have_the_same_ones(tmp_path: Path) -> None:
-    nets = in_threads(lambda ranks: load(write_once(tmp_path), ranks).decoder.layers[0].qkv, size=4)
+    write(tmp_path)
+    nets = in_threads(lambda ranks: load(tmp_path, ranks).decoder.layers[0].qkv, size=4)
     assert [net.widths for net in nets] == [(16, 8, 8)] * 4
     keys = [net.weight[16:24] for net in nets]
     assert torch.equal(keys[0], keys[1]) and torch.equal(keys[2], keys[3]) and not torch.equal(keys[1], keys[2])
     assert [num_kv_heads(2, size=size) for size in (1, 2, 4)] == [2, 1, 1]
-
-
-def write_once(folder: Path) -> Path:
-    return folder if (folder / "model.safetensors").exists() else write(folder)
 
 
 def test_a_fused_tensor_of_the_checkpoint_is_cut_part_by_part(tmp_path: Path) -> None:

@@ -235,10 +235,13 @@ class ProcessWorkerEnd:
             self._send(address, message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
-        """All messages there are, of all senders, each in its order; waits up to `timeout_s` for the first."""
+        """The messages there are, of all senders, each in its order; waits up to `timeout_s` for the first.
+
+        Some may be left for the next time, so that a flood of them keeps nobody from work.
+        """
         messages: list[ToWorker] = []
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while self._post.wait(0.0 if messages else deadline - time.monotonic()):
+        while len(messages) < _MOST_AT_ONCE and self._post.wait(0.0 if messages else deadline - time.monotonic()):
             try:
                 _, message = self._post.receive()
             except _Gone:
@@ -400,7 +403,7 @@ class Exchange:
     def _on_arrivals(self) -> None:
         """Read what there is: zmq tells of new messages only after that."""
         for _ in range(_MOST_AT_ONCE):
-            if not self.post.wait(0.0):
+            if self.post.inbox.closed or not self.post.wait(0.0):
                 return
             message: Message | None = None
             failure: Exception | None = None
