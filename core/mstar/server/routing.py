@@ -153,7 +153,7 @@ class Routing:
             route = () if found is None else found.route
         if isinstance(message, messages.Begin) and len(route) > 1:
             return self._begin(message, route)
-        return [(worker, message) for worker in route]
+        return [(worker, message) for worker in route if self.replicas[worker].pid is not None]
 
     def from_worker(self, worker: int, message: FromWorker) -> list[FromWorker]:
         """What the engine is told when a worker says `message`; see also `take_sends`."""
