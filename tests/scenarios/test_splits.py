@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mstar.ipc.messages import Abort, Open, ScopeStep
+import pytest
+
+from mstar.errors import RequestError
+from mstar.ipc.messages import Abort, Call, Open, ScopeStep
 
 
 def test_all_tasks_one_by_one(meshed: Any, cases: Callable[..., Any]) -> None:
@@ -55,4 +58,23 @@ def test_nothing_is_said_of_a_request_that_is_over_nor_kept_of_one_that_never_be
 
     served.run(end())
     assert served.on_each(fail_to_open) == [[], [], []]
+    served.assert_clean()
+
+
+def test_what_cannot_cross_to_another_worker_fails_its_request_alone(
+    meshes: Callable[..., Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = meshes("components", "default")
+    end = served.workers[1].end
+    send_to = end.send_to
+
+    def refuse_some(worker: int, message: Any) -> None:
+        if isinstance(message, Call) and message.walk == "trouble":
+            raise TypeError("numpy.float32 cannot cross to another process")
+        send_to(worker, message)
+
+    monkeypatch.setattr(end, "send_to", refuse_some)
+    failed, good = served.ask_all([make("trouble", "t"), make("generate", "beside")])
+    assert isinstance(failed, RequestError) and "numpy.float32 cannot cross" in failed.message
+    served.oracle.check(make("generate", "beside"), good)
     served.assert_clean()

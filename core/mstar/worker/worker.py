@@ -14,6 +14,7 @@ from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import (
     Beat,
+    Between,
     Compiled,
     Dead,
     Emit,
@@ -292,11 +293,14 @@ class Worker:
             worker, message = posts.pop(0)
             if worker == self.worker:
                 self.router.handle(message)
-            else:
+                continue
+            try:
                 self.end.send_to(worker, message)
+            except TypeError as error:
+                self._cannot_send(message, error)
 
-    def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
-        assert isinstance(message, Emit | Parcel | WalkDone), message
+    def _cannot_send(self, message: FromWorker | Between, error: TypeError) -> None:
+        assert isinstance(message, Emit | Parcel | WalkDone | Between), message
         request = self.router.requests.get(message.request_id)
         if request is not None:
             self.router.fail(request, PluginError(f"an output of the model cannot leave its process: {error}"))
