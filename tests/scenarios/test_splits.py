@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Abort, Call, Open, ScopeStep
+from mstar.ipc.messages import Abort, Call, Open, ScopeStep, Want
+from mstar.worker import worker
 
 
 def test_all_tasks_one_by_one(meshed: Any, cases: Callable[..., Any]) -> None:
@@ -77,4 +79,22 @@ def test_what_cannot_cross_to_another_worker_fails_its_request_alone(
     failed, good = served.ask_all([make("trouble", "t"), make("generate", "beside")])
     assert isinstance(failed, RequestError) and "numpy.float32 cannot cross" in failed.message
     served.oracle.check(make("generate", "beside"), good)
+    served.assert_clean()
+
+
+def test_who_only_waits_for_another_worker_is_not_taken_for_out_of_memory(
+    meshes: Callable[..., Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = meshes("prefill apart", "at the end")
+    moves = served.workers[1].router.remote.moves
+    handle = moves.handle
+
+    def slowly(scope: Any, message: Any) -> bool:
+        time.sleep(0.5 if isinstance(message, Want) else 0)
+        return bool(handle(scope, message))
+
+    monkeypatch.setattr(moves, "handle", slowly)
+    monkeypatch.setattr(worker, "BLOCKED_BY_OTHERS_S", 0.2)
+    ask = make("generate", "hello", max_tokens=3)
+    served.oracle.check(ask, served.ask(ask))
     served.assert_clean()

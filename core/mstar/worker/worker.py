@@ -237,7 +237,7 @@ class Worker:
             self.router.resume()
             batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
         was_blocked, self.is_blocked = self.is_blocked, batch is None and self.scheduler.has_work and not is_running
-        if not (self.is_blocked and was_blocked):
+        if not (self.is_blocked and was_blocked) or self.scheduler.awaits_others:
             self._blocked_since_s = time.monotonic()
         if self.is_blocked and not self._may_be_helped():
             request = self.scheduler.victim_of_deadlock()
