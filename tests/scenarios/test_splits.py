@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from meshed import look_at
 
 from mstar.errors import RequestError
 from mstar.ipc.messages import Abort, Call, Open, ScopeStep, Want
@@ -97,4 +98,37 @@ def test_who_only_waits_for_another_worker_is_not_taken_for_out_of_memory(
     monkeypatch.setattr(worker, "BLOCKED_BY_OTHERS_S", 0.2)
     ask = make("generate", "hello", max_tokens=3)
     served.oracle.check(ask, served.ask(ask))
+    served.assert_clean()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_has_become_old_is_not_recomputed(
+    meshes: Callable[..., Any], make: Callable[..., Any], is_back: bool
+) -> None:
+    served = meshes("prefill apart", "default")
+
+    def grow_old(worker: Any) -> bool:
+        (tenant,) = [t for t in worker.router.holdings.tenants() if t.scopes[0].sequences]
+        (scope,) = tenant.scopes
+        worker.modules.forget(tenant)
+        if is_back:
+            assert not worker.scheduler._bring_back(tenant, [])
+            assert tenant.num_rebuilding == len(scope.sequences)
+        for module, label in list(scope.sequences):
+            worker.router.remote.moves.release(scope, module, label)
+        worker.scheduler.take_resumable()
+        return not (tenant.forgotten or tenant.num_rebuilding or worker.scheduler.has_work)
+
+    async def begin() -> Any:
+        handle = await served.submit(make("trouble", "slow", kind="sleep", sleep_s=0.2, steps=100))
+        async for _ in handle:
+            return handle
+
+    handle = served.run(begin())
+    assert look_at(served.workers[1:], grow_old) == [True]
+
+    async def end() -> None:
+        handle.abort()
+
+    served.run(end())
     served.assert_clean()

@@ -408,7 +408,6 @@ class Modules:
         for key in list(scope.sequences):
             self.drop(scope, key)
         self.free_rows(scope)
-        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
 
     def free_rows(self, scope: Scope) -> None:
         """Free a scope's slot rows and host states; what it does next begins with zeroed ones."""

@@ -128,10 +128,17 @@ class Scheduler:
 
     def discard_scope(self, scope: Scope) -> None:
         """Forget the recomputation of what a scope no longer needs, or must begin anew."""
-        if scope.tenant.num_rebuilding:
-            for work in [work for work in self.works() if work.is_rebuild and work.scope is scope]:
+        for sequence in scope.sequences.values():
+            self.discard_rebuild(scope.tenant, sequence)
+
+    def discard_rebuild(self, tenant: Tenant, sequence: Sequence) -> None:
+        """The same of one sequence."""
+        if tenant.forgotten:
+            tenant.forgotten = [entry for entry in tenant.forgotten if entry[2] is not sequence]
+        if tenant.num_rebuilding:
+            for work in [work for work in self.works() if work.is_rebuild and work.sequence is sequence]:
                 self.cancel(work)
-                scope.tenant.num_rebuilding -= 1
+                tenant.num_rebuilding -= 1
 
     def works(self) -> Iterator[Work]:
         for queue in self._queues.values():
