@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from meshed import look_at
 
 from mstar.errors import RequestError
-from mstar.ipc.messages import Abort, Call, Open, ScopeStep, Want
+from mstar.ipc import messages
+from mstar.ipc.messages import Abort, Open, ScopeStep, Want
+from mstar.plugin.graph import Alias, Call, DynamicLoop, Each, Graph, Sequential, Walk
+from mstar.plugin.spec import ModelSpec
 from mstar.worker import worker
 
 
@@ -72,7 +77,7 @@ def test_what_cannot_cross_to_another_worker_fails_its_request_alone(
     send_to = end.send_to
 
     def refuse_some(worker: int, message: Any) -> None:
-        if isinstance(message, Call) and message.walk == "trouble":
+        if isinstance(message, messages.Call) and message.walk == "trouble":
             raise TypeError("numpy.float32 cannot cross to another process")
         send_to(worker, message)
 
@@ -121,8 +126,8 @@ def test_what_has_become_old_is_not_recomputed(
 
     async def begin() -> Any:
         handle = await served.submit(make("trouble", "slow", kind="sleep", sleep_s=0.2, steps=100))
-        async for _ in handle:
-            return handle
+        await anext(handle)
+        return handle
 
     handle = served.run(begin())
     assert look_at(served.workers[1:], grow_old) == [True]
@@ -132,3 +137,31 @@ def test_what_has_become_old_is_not_recomputed(
 
     served.run(end())
     served.assert_clean()
+
+
+def by_two_names(spec: ModelSpec) -> ModelSpec:
+    """Decoding writes to a sequence by one label and the other in turn."""
+
+    def changed(config: Any) -> Graph:
+        graph = spec.graph(config)
+        turns = (
+            Call(f"{node}.decode", inputs={"ids": "last"}, outputs={"token": "last"}, emits={"text": "text"})
+            for node in ("lm_view", "lm", "lm", "lm_view")
+        )
+        item = Sequential(Alias("view", "main"), DynamicLoop("max_tokens", Sequential(*turns), carry=("last",)))
+        section = Sequential(Call("lm.prefill"), Each(item, over="last", fork="main"))
+        walk = Walk(name="generate", inputs=("ids", "last", "eos_at"), section=section)
+        return replace(graph, walks=(walk, *graph.walks[1:]))
+
+    return replace(spec, graph=changed)
+
+
+@pytest.mark.parametrize("groups", [[["*"], ["lm_view"]], [["lm_view"], ["lm"], ["*"]]], ids=["home", "two guests"])
+def test_a_sequence_that_moves_keeps_its_other_label(
+    fresh: Callable[..., Any], make_mesh: Callable[..., Any], make: Callable[..., Any], groups: list[list[str]]
+) -> None:
+    one = fresh(change=by_two_names)
+    ask = make("generate", "hello", max_tokens=3, n=2)
+    with contextlib.closing(make_mesh(groups, {}, change=by_two_names)) as served:
+        assert served.ask(ask).everything() == one.ask(ask).everything()
+        served.assert_clean()

@@ -135,8 +135,8 @@ class Returned(Struct, tag=True, frozen=True, kw_only=True):
 class ScopeStep(Struct, tag=True, frozen=True, kw_only=True):
     """What a walk elsewhere does to a scope that has something here.
 
-    `step`: "fork" (label `source` into `new`, cut to `at`), "alias", "drop" (label `new` of every module, or of
-    `module`), "free" (the scope has ended).
+    `step`: "fork" (label `source` into `new`, cut to `at`), "alias", "drop" (label `new`; these two of every module, or
+    of `module`), "free" (the scope has ended).
     """
 
     request_id: str

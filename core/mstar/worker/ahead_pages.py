@@ -121,7 +121,10 @@ class AheadPages:
         for key in [key for key in scope.coming if key[1] == label]:
             if scope.coming[key].is_complete:
                 self.claim(scope, key)
-                scope.holders[key].add(self._places.worker)
+                holders = scope.holders[key]
+                holders.add(self._places.worker)
+                for other in [k for k, own in scope.holders.items() if own is holders and k != key]:
+                    self._holdings.alias(scope, *key, other[1])
             else:
                 self.drop(scope, [key])
 

@@ -140,9 +140,13 @@ class Holdings:
         else:
             for module, label in list(scope.sequences):
                 if label == step.source:
-                    if (module, step.new) in scope.sequences:
-                        self.drop(scope, (module, step.new))
-                    scope.sequences[(module, step.new)] = scope.sequences[(module, label)]
+                    self.alias(scope, module, label, step.new)
+
+    def alias(self, scope: Scope, module: str, source: str, new: str) -> None:
+        """Give a module's sequence another label."""
+        if (module, new) in scope.sequences:
+            self.drop(scope, (module, new))
+        scope.sequences[(module, new)] = scope.sequences[(module, source)]
 
     # ---- everything -------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ class Remote:
             self._holdings.free(scope)
             return True
         if message.module is not None:
-            self.moves.release(scope, message.module, message.new)
+            self.moves.relabel(scope, message)
             return True
         parent = scope
         if message.source_path is not None:
