@@ -165,3 +165,49 @@ def test_a_sequence_that_moves_keeps_its_other_label(
     with contextlib.closing(make_mesh(groups, {}, change=by_two_names)) as served:
         assert served.ask(ask).everything() == one.ask(ask).everything()
         served.assert_clean()
+
+
+@pytest.mark.parametrize("way", ["idle", "resumed", "on the host"])
+def test_what_a_session_keeps_hears_steps_that_its_request_overtook(
+    meshes: Callable[..., Any], make: Callable[..., Any], way: str
+) -> None:
+    """The order of what the engine says and what another worker says is not given."""
+    served = meshes("prefill apart", "default")
+    served.ask(make("session", "hello", session="s", max_tokens=2))
+    served.settle()
+
+    def keep_more(worker: Any) -> str:
+        (scope,) = worker.router.holdings.sessions["s"].values()
+        worker.modules.sequence(scope, "lm", "spare")
+        if way == "on the host":
+            assert worker.modules.swap_out(scope.tenant)
+        return next(reversed(worker.router._ended))
+
+    (name,) = look_at(served.workers[1:], keep_more)
+
+    def say(worker: Any) -> None:
+        step = {"request_id": name, "lane": "main", "ordinal": 0, "new": "spare"}
+        worker.router.handle(ScopeStep(step="free", **step, path=(0,)))
+        worker.router.handle(ScopeStep(step="drop", **step, path=()))
+
+    def kept(worker: Any) -> list[Any]:
+        scopes = [scope for scope in worker.router.holdings.scopes() if scope.path == ()]
+        return [label for scope in scopes for _, label in scope.sequences]
+
+    async def resume() -> None:
+        handle = await served.submit(make("session", "on", session="s", max_tokens=3))
+        if way == "resumed":
+            await anext(handle)
+            look_at(served.workers[1:], say)
+        async for _ in handle:
+            pass
+
+    if way != "resumed":
+        look_at(served.workers[1:], say)
+    served.run(resume())
+    served.settle()
+    assert "spare" not in look_at(served.workers[1:], kept)[0]
+    served.drop_session("s")
+    served.assert_clean()
+    look_at(served.workers[1:], say)
+    assert not any(served.on_each(lambda worker: worker.router._behind))

@@ -10,8 +10,22 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from mstar.errors import PluginError, RequestError
-from mstar.ipc.messages import Abort, Begin, Between, Close, DropSession, Failed, Feed, Open, StopAt, WalkDone
+from mstar.ipc.messages import (
+    Abort,
+    Begin,
+    Between,
+    Close,
+    DropSession,
+    Failed,
+    Feed,
+    Open,
+    ScopeStep,
+    StopAt,
+    WalkDone,
+)
 from mstar.plugin.graph import Graph
 from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split
 from mstar.plugin.spec import ModelSpec
@@ -54,7 +68,8 @@ class Router:
             complete=self.complete, fail=self.fail,
         )  # fmt: skip
         self._early: dict[str, list[Between]] = {}  # request -> what others say of it before the engine has
-        self._ended: dict[str, None] = {}  # the last requests that have ended: what others still say of them is ignored
+        self._ended: dict[str, str | None] = {}  # the last requests that have ended -> the session that went on
+        self._behind: dict[str, list[ScopeStep]] = {}  # idle session -> what was said of what it kept, and came late
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
@@ -71,12 +86,16 @@ class Router:
                 log.exception("request %s cannot be opened", message.request_id)
                 self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
                 self._ignore(message.request_id)
+            for step in self._behind.pop(message.session or "", ()):
+                self.handle(msgspec.structs.replace(step, request_id=message.request_id))
             self._take_early(message.request_id)
         elif isinstance(message, DropSession):
+            self._behind.pop(message.session, None)
+            self._ended |= {name: None for name, session in self._ended.items() if session == message.session}
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
-            if isinstance(message, Between) and message.request_id not in self._ended:
-                self._early.setdefault(message.request_id, []).append(message)
+            if isinstance(message, Between):
+                self._stray(message)
         elif isinstance(message, Begin):
             self._guard(request, self._begin, message)
             self._take_early(message.request_id)
@@ -98,22 +117,35 @@ class Router:
         for message in self._early.pop(request_id, ()):
             self.handle(message)
 
+    def _stray(self, message: Between) -> None:
+        """What another worker says of a request that is not here yet, or no more: its end may overtake it."""
+        if message.request_id not in self._ended:
+            self._early.setdefault(message.request_id, []).append(message)
+        elif isinstance(message, ScopeStep) and message.path == () and (session := self._ended[message.request_id]):
+            heir = next((name for name, r in self.requests.items() if r.info.session == session), None)
+            if heir is not None:
+                self.handle(msgspec.structs.replace(message, request_id=heir))
+            else:
+                self._behind.setdefault(session, []).append(message)
+
     def _remove(self, request: RequestState, *, is_well: bool = False) -> None:
         """A request has ended here."""
         name = request.info.request_id
-        self.remote.forget(request)
-        self._ignore(name)
+        waiting = self.remote.forget(request)
+        self._ignore(name, session=request.info.session if is_well else None)
         if is_well:
             self.holdings.close(request)
+            for message in waiting:
+                self._stray(message)
         else:
             self.output.take_back(name)  # whoever takes the place of one that has ended does not know the request
             self.holdings.remove(request)
 
-    def _ignore(self, request_id: str) -> None:
-        """What other workers still say of a request is dropped."""
+    def _ignore(self, request_id: str, *, session: str | None = None) -> None:
+        """What other workers still say of a request is dropped, but for what its session has kept."""
         self._early.pop(request_id, None)
         if not self.places.is_alone:
-            self._ended[request_id] = None
+            self._ended[request_id] = session
             if len(self._ended) > MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
 
