@@ -42,7 +42,7 @@ def test_nothing_is_said_of_a_request_that_is_over_nor_kept_of_one_that_never_be
             worker.router.output.post(other, step(name))
         worker.router.handle(Abort(request_id=name))
         worker.router.handle(step(name))
-        return [*worker.router.output.posts, *worker.router._early]
+        return [*worker.router.output.posts, *worker.router.strays.early]
 
     def fail_to_open(worker: Any) -> list[str]:
         wrong: dict[str, Any] = {name: {} for name in ("params", "fields", "samplers", "sampler_prompts")}
@@ -51,7 +51,7 @@ def test_nothing_is_said_of_a_request_that_is_over_nor_kept_of_one_that_never_be
             Open(request_id="wrong", task="nothing", seed=0, arrival=0.0, content_keys={}, route=(0, 1, 2), **wrong)
         )
         worker.router.handle(step("wrong"))
-        return list(worker.router._early)
+        return list(worker.router.strays.early)
 
     async def begin() -> Any:
         return await served.submit(make("trouble", "slow", kind="sleep", sleep_s=0.05, steps=100))
@@ -181,7 +181,7 @@ def test_what_a_session_keeps_hears_steps_that_its_request_overtook(
         worker.modules.sequence(scope, "lm", "spare")
         if way == "on the host":
             assert worker.modules.swap_out(scope.tenant)
-        return next(reversed(worker.router._ended))
+        return next(reversed(worker.router.strays._ended))
 
     (name,) = look_at(served.workers[1:], keep_more)
 
@@ -210,4 +210,4 @@ def test_what_a_session_keeps_hears_steps_that_its_request_overtook(
     served.drop_session("s")
     served.assert_clean()
     look_at(served.workers[1:], say)
-    assert not any(served.on_each(lambda worker: worker.router._behind))
+    assert not any(served.on_each(lambda worker: worker.router.strays.behind))

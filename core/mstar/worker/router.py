@@ -10,22 +10,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from mstar.errors import PluginError, RequestError
-from mstar.ipc.messages import (
-    Abort,
-    Begin,
-    Between,
-    Close,
-    DropSession,
-    Failed,
-    Feed,
-    Open,
-    ScopeStep,
-    StopAt,
-    WalkDone,
-)
+from mstar.ipc.messages import Abort, Begin, Between, Close, DropSession, Failed, Feed, Open, StopAt, WalkDone
 from mstar.plugin.graph import Graph
 from mstar.plugin.program import Join, KVStep, LoopEnd, LoopStart, Run, Skip, Spawn, Split
 from mstar.plugin.spec import ModelSpec
@@ -40,11 +26,11 @@ from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.remote import ELSEWHERE, Remote
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Work, add_counts, plain
+from mstar.worker.strays import Strays
 
 log = logging.getLogger("mstar.worker")
 
 MOST_OPS = 100_000  # between two methods; more is a loop that runs none
-MOST_ENDED = 4096
 
 
 class Router:
@@ -67,9 +53,7 @@ class Router:
             self.places, holdings=self.holdings, scheduler=scheduler, output=self.output,
             complete=self.complete, fail=self.fail,
         )  # fmt: skip
-        self._early: dict[str, list[Between]] = {}  # request -> what others say of it before the engine has
-        self._ended: dict[str, str | None] = {}  # the last requests that have ended -> the session that went on
-        self._behind: dict[str, list[ScopeStep]] = {}  # idle session -> what was said of what it kept, and came late
+        self.strays = Strays(self.requests, is_alone=self.places.is_alone)
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
@@ -85,20 +69,17 @@ class Router:
             except Exception as error:  # attributed to the request
                 log.exception("request %s cannot be opened", message.request_id)
                 self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
-                self._ignore(message.request_id)
-            for step in self._behind.pop(message.session or "", ()):
-                self.handle(msgspec.structs.replace(step, request_id=message.request_id))
-            self._take_early(message.request_id)
+                self.strays.ended(message.request_id)
+            self._handle_all(self.strays.opened(message))
         elif isinstance(message, DropSession):
-            self._behind.pop(message.session, None)
-            self._ended |= {name: None for name, session in self._ended.items() if session == message.session}
+            self.strays.dropped(message.session)
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
-            if isinstance(message, Between):
-                self._stray(message)
+            if isinstance(message, Between) and (placed := self.strays.place(message)) is not None:
+                self.handle(placed)
         elif isinstance(message, Begin):
             self._guard(request, self._begin, message)
-            self._take_early(message.request_id)
+            self._handle_all(self.strays.begun(message.request_id))
         elif isinstance(message, StopAt):
             self._guard(request, self._stop_at, message)
         elif isinstance(message, Abort):
@@ -109,45 +90,25 @@ class Router:
             if self.feeds.has_begun(request, message.stream):
                 self._guard(request, self.feeds.handle, message)
             else:
-                self._early.setdefault(message.request_id, []).append(message)
+                self.strays.wait(message)
         else:
             self._guard(request, self.remote.handle, message)
 
-    def _take_early(self, request_id: str) -> None:
-        for message in self._early.pop(request_id, ()):
+    def _handle_all(self, messages: Iterable[Between]) -> None:
+        for message in messages:
             self.handle(message)
-
-    def _stray(self, message: Between) -> None:
-        """What another worker says of a request that is not here yet, or no more: its end may overtake it."""
-        if message.request_id not in self._ended:
-            self._early.setdefault(message.request_id, []).append(message)
-        elif isinstance(message, ScopeStep) and message.path == () and (session := self._ended[message.request_id]):
-            heir = next((name for name, r in self.requests.items() if r.info.session == session), None)
-            if heir is not None:
-                self.handle(msgspec.structs.replace(message, request_id=heir))
-            else:
-                self._behind.setdefault(session, []).append(message)
 
     def _remove(self, request: RequestState, *, is_well: bool = False) -> None:
         """A request has ended here."""
         name = request.info.request_id
         waiting = self.remote.forget(request)
-        self._ignore(name, session=request.info.session if is_well else None)
+        self.strays.ended(name, session=request.info.session if is_well else None)
         if is_well:
             self.holdings.close(request)
-            for message in waiting:
-                self._stray(message)
+            self._handle_all(waiting)
         else:
             self.output.take_back(name)  # whoever takes the place of one that has ended does not know the request
             self.holdings.remove(request)
-
-    def _ignore(self, request_id: str, *, session: str | None = None) -> None:
-        """What other workers still say of a request is dropped, but for what its session has kept."""
-        self._early.pop(request_id, None)
-        if not self.places.is_alone:
-            self._ended[request_id] = session
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
 
     def _guard(self, request: RequestState, act: Any, *args: Any) -> None:
         """Run host work of one request; what it raises fails that request alone."""
