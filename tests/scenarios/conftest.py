@@ -471,7 +471,9 @@ class Meshed(Served):
         model = launch.find_model(self.config)
         if self._change is not None:
             model = replace(model, plugin=replace(model.plugin, spec=self._change(model.plugin.spec)))
-        self.threads = Threads(model, self.config, Placement.of(self.groups, model.graph))
+        self.threads = Threads(
+            model, self.config, Placement.of(self.groups, model.graph, tasks=model.plugin.spec.tasks)
+        )
         self.workers = self.threads.workers
 
         async def make_engine() -> Engine:

@@ -73,7 +73,7 @@ def plan(
     demand = planning.Demand.of(engine, model)
     if engine.placement is None:
         groups = planning.propose(model, sizes, found, demand, ranks=tensor_parallel_size)
-        placement = Placement.of(groups, model.graph)
+        placement = Placement.of(groups, model.graph, tasks=model.plugin.spec.tasks)
     elif tensor_parallel_size is not None:
         raise ConfigError("--placement says its own tensor_parallel; leave --tensor-parallel-size out")
     else:

@@ -32,6 +32,7 @@ class Open(Struct, tag=True, frozen=True, kw_only=True):
     content_keys: dict[str, list[tuple[int, int, bytes]]]
     outputs: tuple[str, ...] = ()
     session: str | None = None
+    resumed: bool = False  # the session was open already
     route: tuple[int, ...] = ()  # group -> the worker that serves it; (): all in one
 
 

@@ -45,7 +45,7 @@ class Holdings:
         """A request begins, with what its session left."""
         params = msgspec.convert(info.params, self.spec.tasks[info.task].params)
         kept = self.sessions.pop(info.session, {}) if info.session is not None else {}
-        view = RequestView(info.task, info.outputs, params, info.fields, info.session, bool(kept))
+        view = RequestView(info.task, info.outputs, params, info.fields, info.session, info.resumed)
         arrival, taken = info.arrival, {other.arrival for other in self.requests.values()}
         while arrival in taken:  # of two tenants that rank alike neither could make room for the other
             arrival = math.nextafter(arrival, math.inf)
