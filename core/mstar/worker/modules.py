@@ -269,10 +269,7 @@ class Modules:
     def _split(self, nodes: Mapping[str, Node], team: Team) -> None:
         """Keep this rank's share of what can be split, and have the others load theirs."""
         names = [name for name, node in nodes.items() if node.tensor_parallel]
-        if not names:
-            raise ConfigError(
-                f"tensor_parallel is {team.ranks.size}, but of {', '.join(nodes)} none can be split; set it to 1"
-            )
+        assert names, "a placement that splits nothing was not refused"
         for name in names:
             split_node(nodes[name], team.ranks, name=name)
         team.load(names)
