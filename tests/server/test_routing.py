@@ -359,6 +359,12 @@ def test_what_expires_when_the_model_has_ended_is_said_to_those_that_are_left() 
     assert routing.to_workers(Abort(request_id="a")) == [(0, Abort(request_id="a"))]
 
 
+def test_all_processes_of_a_worker_are_shown() -> None:
+    routing = routing_of(1, 1, ready=False)
+    routing.from_worker(0, ready_with(ranks=(7, 8)))
+    assert [(worker.pid, worker.ranks) for worker in routing.status()] == [(100, (7, 8)), (101, ())]
+
+
 def test_it_is_ready_when_every_group_is_with_the_components_of_each() -> None:
     routing = routing_of(2, 1, ready=False)
     large, small = [("lm", 1, 20, 200)], [("lm", 1, 10, 100)]

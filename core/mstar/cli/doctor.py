@@ -100,7 +100,9 @@ def server_checks(url: str) -> list[Check]:
     for worker in rest:
         running, restarts = f"{worker['running']} running", f"{worker['restarts']} restarts"
         group = f"{worker['group']} ({worker['role']})"
-        parts = [worker["state"], group, f"process {worker['pid'] or 'none'}", running, restarts, worker["detail"]]
+        pids = [pid for pid in (worker["pid"], *worker.get("ranks", ())) if pid]
+        process = f"process {' and '.join(map(str, pids)) or 'none'}"
+        parts = [worker["state"], group, process, running, restarts, worker["detail"]]
         is_ok = worker["state"] == "ready"
         found.append(_stated(f"worker {worker['worker']}", ", ".join(part for part in parts if part), is_ok=is_ok))
     return found

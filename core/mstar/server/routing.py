@@ -128,6 +128,7 @@ class Routing:
                 worker=index, state=replica.state, pid=replica.pid, running=len(replica.requests),
                 restarts=replica.num_restarts, group=self._groups[replica.group].name,
                 role=self._placement.role_of(replica.group), detail=_detail(replica),
+                ranks=replica.ready.ranks if replica.ready is not None else (),
             )
             for index, replica in enumerate(self.replicas)
         ]  # fmt: skip

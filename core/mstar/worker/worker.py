@@ -318,7 +318,8 @@ class Worker:
             num_built=kernels.compile_cache().counters.builds if self.config.compile else 0,
             seconds=self.compilation.seconds,
         )
-        return Ready(plan=plan, max_model_len=self.modules.max_model_len, compiled=compiled)
+        ranks = () if self.team is None else tuple(self.team.pids)
+        return Ready(plan=plan, max_model_len=self.modules.max_model_len, compiled=compiled, ranks=ranks)
 
     def stats(self) -> Stats:
         pools = {m.name: m.pool for m in self.modules.by_name.values() if m.pool is not None}
