@@ -24,7 +24,8 @@ from mstar.placement import EVERYTHING, Group, Placement, check_state, stateful_
 from mstar.plugin.graph import calls
 from mstar.plugin.nodes import Node
 from mstar.plugin.spec import load_object
-from mstar.worker.modules import CPU_KV_BYTES, model_dtype
+from mstar.worker.modules import CPU_KV_BYTES, model_dtype, wanted_model_len
+from mstar.worker.pages import page_bytes
 from mstar.worker.ranks import split_node
 
 log = logging.getLogger(__name__)
@@ -94,13 +95,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: EngineConfig, model: Model) -> Demand:
-        spec, size = model.plugin.spec, config.block_size
-        own = load_object(spec.max_model_len, plugin=spec.name)(model.checkpoint.config) if spec.max_model_len else None
-        if own is not None and (config.max_model_len or 0) > own:
-            raise ConfigError(
-                f"--max-model-len {config.max_model_len} is more than the {own} tokens the model was made for"
-            )
-        length = -(-(config.max_model_len or own or 4096) // size) * size
+        size = config.block_size
+        length = -(-wanted_model_len(config, model.plugin.spec, model.checkpoint) // size) * size
         return cls(seqs=config.max_num_seqs, length=length, kv_bytes=config.kv_cache_memory_bytes)
 
 
@@ -204,7 +200,7 @@ def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weig
     tensors = [*node.parameters(), *node.buffers()]
     sizes = [t.numel() * (dtype.itemsize if is_counted and t.is_floating_point() else t.itemsize) for t in tensors]
     layout = node.kv_layout
-    kv = 0 if layout is None else 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+    kv = 0 if layout is None else page_bytes(layout, page_size=1, dtype=dtype)
     return ModuleSize(
         name=name,
         weights_bytes=sum(sizes),

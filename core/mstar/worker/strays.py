@@ -7,13 +7,14 @@ and of what its session keeps after the engine has closed it. Owned by the worke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
 from mstar.ipc.messages import Between, Open, ScopeStep
 from mstar.worker.state import RequestState
 
-MOST_ENDED = 4096
+MOST_REQUESTS = 4096
 
 
 class Strays:
@@ -38,6 +39,7 @@ class Strays:
     def wait(self, message: Between) -> None:
         """Keep a message until its request opens, or begins its next walks."""
         self.early.setdefault(message.request_id, []).append(message)
+        _bound(self.early)
 
     def place(self, message: Between) -> Between | None:
         """A message as it concerns a request that is here; None: it waits for that, or is of no use any more."""
@@ -64,10 +66,15 @@ class Strays:
         self.early.pop(request_id, None)
         if not self._is_alone:
             self._ended[request_id] = session
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
+            _bound(self._ended)
 
     def dropped(self, session: str) -> None:
         """A session has ended."""
         self.behind.pop(session, None)
         self._ended |= {name: None for name, own in self._ended.items() if own == session}
+
+
+def _bound(by_request: dict[str, Any]) -> None:
+    """Forget the oldest: what was for one whose place this worker has taken never opens here."""
+    if len(by_request) > MOST_REQUESTS:
+        del by_request[next(iter(by_request))]
