@@ -116,7 +116,7 @@ class Router:
             act(request, *args)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
             walks = ", ".join(repr(lane.program.walk) for lane in request.lanes.values() if not lane.is_over)
-            self.fail(request, explain(error, f"walk {walks}"))
+            self.fail(request, explain(error, f"walk {walks}" if walks else "what another worker asked for"))
 
     def _begin(self, request: RequestState, message: Begin) -> None:
         request.walks |= message.walks
