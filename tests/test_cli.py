@@ -563,7 +563,7 @@ class Health(BaseHTTPRequestHandler):
 def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
     workers = [
         {"worker": 0, "state": "ready", "pid": 71, "running": 3, "restarts": 0, "detail": None,
-         "group": "lm", "role": "lm.decode"},
+         "group": "lm", "role": "lm.decode", "ranks": [72]},
         {"worker": 1, "state": "restarting", "pid": None, "running": 0, "restarts": 2,
          "detail": "ended by SIGKILL", "group": "codec", "role": "everything else"},
     ]  # fmt: skip
@@ -578,7 +578,9 @@ def test_doctor_shows_a_server_and_each_of_its_workers(run: Run) -> None:
 
         code, found = lines(200, {"status": "degraded", "workers": workers})
         assert code == 1 and found[0].split() == ["ok", "server", "degraded"]
-        assert found[1].startswith("ok") and "ready, lm (lm.decode), process 71, 3 running, 0 restarts" in found[1]
+        assert (
+            found[1].startswith("ok") and "ready, lm (lm.decode), process 71 and 72, 3 running, 0 restarts" in found[1]
+        )
         assert found[2].startswith("problem") and "worker 1" in found[2] and "ended by SIGKILL" in found[2]
         assert lines(200, {"status": "ok"})[0] == 0
         code, found = lines(503, {"error": {"message": "worker 1 has ended"}, "workers": workers})

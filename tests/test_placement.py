@@ -25,6 +25,7 @@ from mstar.plugin.graph import (
     Stream,
     Walk,
 )
+from mstar.plugin.spec import Task
 from mstar.plugin.states import Start, States, Then
 
 ITEM = Port("x")
@@ -92,8 +93,7 @@ def test_the_narrowest_entry_wins() -> None:
     assert placement.group_of("chat", "lm", "prefill") == 2
     assert placement.group_of("draw", "lm", "flow") == 3
     assert placement.group_of("draw", "lm", "prefill") == 4
-    assert placement.methods_of(4) == {"lm.prefill", "lm_text.flow"} and placement.modules_of(4) == {"lm"}
-    assert placement.methods_of(1) == {"lm.decode", "lm.frame"}
+    assert placement.modules_of(4) == {"lm"}
 
 
 def test_a_walk_is_interpreted_where_its_innermost_loops_run() -> None:
@@ -115,9 +115,19 @@ def test_what_one_lane_may_run_has_one_home() -> None:
     assert Placement.of(groups, joined).homes["once"] == 0
 
 
+def test_tasks_that_share_sessions_have_one_home_for_a_lane() -> None:
+    groups = [Group(nodes=("lm", "depth", "mix", "lm_text")), Group(nodes=("*",))]
+    homes = [
+        Placement.of(groups, GRAPH, tasks={name: Task(params=dict, sessions=kept) for name in ("speech", "once")}).homes
+        for kept in (False, True)
+    ]
+    assert [found["frames"] for found in homes] == [0, 0]
+    assert [found["once"] for found in homes] == [1, 0]
+
+
 def test_a_stream_is_read_at_one_home() -> None:
     placement = placed(["*"], ["voice"])
-    assert placement.readers == {"s": 1} and placement.homes["speak"] == 1 and placement.homes["frames"] == 0
+    assert placement.homes["speak"] == 1 and placement.homes["frames"] == 0
 
 
 def test_workers_take_devices_replica_by_replica() -> None:
@@ -127,7 +137,7 @@ def test_workers_take_devices_replica_by_replica() -> None:
     ]
     placement = Placement.of(groups, GRAPH)
     assert [w.devices for w in placement.workers] == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"), ("cpu",), ("cpu",)]
-    assert [(w.index, w.replica, w.name, w.threads) for w in placement.workers_of(1)] == [
+    assert [(w.index, w.replica, w.name, w.threads) for w in placement.workers if w.group == 1] == [
         (2, 0, "rest", 1),
         (3, 1, "rest", 1),
     ]

@@ -37,7 +37,9 @@ def orpheus() -> Model:
 
 
 SIZES = {
-    "lm": ModuleSize(name="lm", weights_bytes=10 * GIB, kv_token_bytes=MIB, num_kv_heads=4, activation_bytes=GIB),
+    "lm": ModuleSize(
+        name="lm", weights_bytes=10 * GIB, kv_token_bytes=MIB, num_kv_heads=4, activation_bytes=GIB, can_split=True
+    ),
     "snac": ModuleSize(name="snac", weights_bytes=GIB),
 }
 DEMAND = Demand(seqs=8, length=1024)  # 8 GiB of KV
@@ -86,6 +88,29 @@ def test_a_placement_that_splits_what_shares_state_is_refused() -> None:
     groups = [Group(nodes=("depth.start",)), Group(nodes=("*",))]
     with pytest.raises(ConfigError, match="group 0 has depth.start, group 1 has depth.step, depth.sum; these share"):
         planning.check(model, Placement.of(groups, model.graph))
+
+
+@pytest.mark.parametrize(
+    ("entry", "ranks", "said"),
+    [
+        ("lm", 3, r"groups\[0\].tensor_parallel is 3: lm: .* query heads, which 3 ranks cannot share evenly"),
+        ("snac", 2, r"groups\[0\].tensor_parallel is 2, but of snac none can be split; set it to 1"),
+    ],
+)
+def test_a_placement_that_splits_what_cannot_be_split_so_is_refused(
+    orpheus: Model, entry: str, ranks: int, said: str
+) -> None:
+    groups = [Group(nodes=(entry,), tensor_parallel=ranks), Group(nodes=("*",))]
+    with pytest.raises(ConfigError, match=said):
+        planning.check(orpheus, Placement.of(groups, orpheus.graph))
+
+
+def test_ranks_hold_shares_and_the_first_what_cannot_be_split() -> None:
+    model = model_of("orpheus")
+    devices = [Device("cpu", GIB)]
+    first, second = processes(Placement.of([Group(nodes=("*",), tensor_parallel=2)], model.graph), SIZES, devices)
+    assert [module.name for module in first.modules] == ["lm", "snac"] and first.modules[1] == SIZES["snac"]
+    assert second.modules == first.modules[:1] and first.modules[0].weights_bytes == 5 * GIB
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------
@@ -168,7 +193,8 @@ def test_a_cpu_keeps_a_small_cache_unless_told(orpheus: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"), [(3, "divides the KV heads of no module; KV heads: lm 4"), (4, "more than the 2 devices")]
+    ("ranks", "said"),
+    [(3, "divides the KV heads of no module that can be split; KV heads: lm 4"), (4, "more than the 2 devices")],
 )
 def test_what_cannot_be_split_so_is_told(orpheus: Model, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

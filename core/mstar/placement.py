@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,7 @@ from mstar.config import EngineConfig, num_cores, suggest
 from mstar.errors import ConfigError
 from mstar.plugin import graph as parts
 from mstar.plugin.graph import Graph
-from mstar.plugin.spec import ModelSpec
+from mstar.plugin.spec import ModelSpec, Task
 
 EVERYTHING = "*"
 _MOST_WORKERS = 64
@@ -80,27 +81,30 @@ class Placement:
         calls: every call of a walk -> the group that runs it.
         modules: node -> module.
         homes: walk -> the group whose worker interprets it; the same for all walks that follow each other on a lane.
-        readers: stream -> the home of the walks that read it.
     """
 
     groups: tuple[Group, ...]
     calls: Mapping[Key, int] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     homes: Mapping[str, int] = field(default_factory=dict)
-    readers: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, groups: Sequence[Group], graph: Graph, *, source: str = "placement") -> Placement:
-        """Place a graph's calls. Raises ConfigError, which begins with `source`."""
+    def of(
+        cls, groups: Sequence[Group], graph: Graph, *, tasks: Mapping[str, Task] = MappingProxyType({}),
+        source: str = "placement",
+    ) -> Placement:  # fmt: skip
+        """Place a graph's calls. Raises ConfigError, which begins with `source`.
+
+        Args:
+            tasks: of the model, those with sessions among them.
+        """
         named = tuple(msgspec.structs.replace(g, name=g.name or f"group {n}") for n, g in enumerate(groups))
         _check_groups(named, source)
         calls = _placed(named, graph, source)
-        homes = {walk: home for chain in _chains(graph) for home in [_home(chain, graph, calls)] for walk in chain}
-        readers = {s: homes[walk.name] for walk in graph.walks for call in _calls(walk) for s in call.receives.values()}
-        return cls(
-            groups=named, calls=calls, modules={node.name: node.module for node in graph.nodes}, homes=homes,
-            readers=readers,
-        )  # fmt: skip
+        chains = _chains(graph, tasks)
+        homes = {walk: home for chain in chains for home in [_home(chain, graph, calls)] for walk in chain}
+        modules = {node.name: node.module for node in graph.nodes}
+        return cls(groups=named, calls=calls, modules=modules, homes=homes)
 
     @classmethod
     def of_workers(cls, number: int, graph: Graph) -> Placement:
@@ -113,7 +117,7 @@ class Placement:
         if config.placement is None:
             return cls.of_workers(max(1, config.workers), graph)
         path = locate(config.placement, spec)
-        return cls.of(read(path), graph, source=f"--placement {path}")
+        return cls.of(read(path), graph, tasks=spec.tasks, source=f"--placement {path}")
 
     @property
     def num_replicas(self) -> int:
@@ -142,9 +146,6 @@ class Placement:
                 process += ranks
         return found
 
-    def workers_of(self, group: int) -> list[WorkerPlace]:
-        return [worker for worker in self.workers if worker.group == group]
-
     def role_of(self, group: int) -> str:
         """What a group runs, for people."""
         rest = "everything" if len(self.groups) == 1 else "everything else"
@@ -153,10 +154,6 @@ class Placement:
     def group_of(self, walk: str, node: str, method: str) -> int:
         """Which group runs a call."""
         return self.calls[walk, node, method]
-
-    def methods_of(self, group: int) -> frozenset[str]:
-        """What a group runs, as "node.method"."""
-        return frozenset(f"{node}.{method}" for (_, node, method), g in self.calls.items() if g == group)
 
     def modules_of(self, group: int) -> frozenset[str]:
         """What a group loads. A single group loads all that the graph names."""
@@ -304,13 +301,15 @@ def _entry(text: str, graph: Graph, at: str) -> Key:
     return walk, node, method
 
 
-def _chains(graph: Graph) -> list[list[str]]:
+def _chains(graph: Graph, tasks: Mapping[str, Task]) -> list[list[str]]:
     """Walks that have to have one home: those that a lane may run, one after the other or in each other's place for
-    one task, and those that read the same stream.
+    one task, or for those that may go on with each other's sessions; and those that read the same stream.
     """
     alike: list[list[str]] = [[then.after, then.walk] for then in graph.states.thens]
-    for task in {start.task for start in graph.states.starts}:
-        starts = [start for start in graph.states.starts if start.task in (None, task)]
+    together: list[set[str | None]] = [{start.task} for start in graph.states.starts]
+    together.append({name for name, task in tasks.items() if task.sessions})
+    for alternatives in together:
+        starts = [start for start in graph.states.starts if start.task is None or start.task in alternatives]
         alike += [[s.walk for s in starts if s.lane == lane] for lane in {s.lane for s in starts}]
     for stream in graph.streams:
         alike.append([w.name for w in graph.walks if any(stream.name in c.receives.values() for c in _calls(w))])

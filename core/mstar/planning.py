@@ -10,19 +10,23 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mstar.config import GIB, EngineConfig
 from mstar.errors import ConfigError, PluginError
+from mstar.layers.parallel import Ranks
 from mstar.model import Model
 from mstar.placement import EVERYTHING, Group, Placement, check_state, stateful_methods
 from mstar.plugin.graph import calls
 from mstar.plugin.nodes import Node
 from mstar.plugin.spec import load_object
-from mstar.worker.modules import CPU_KV_BYTES, model_dtype
+from mstar.worker.modules import CPU_KV_BYTES, model_dtype, wanted_model_len
+from mstar.worker.pages import page_bytes
+from mstar.worker.ranks import split_node
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +55,11 @@ class ModuleSize:
 
     Args:
         kv_token_bytes: of its KV cache, a token; 0: it has none.
-        num_kv_heads: what tensor parallelism can split that and the weights by.
+        num_kv_heads: of that; 0: it has none.
         row_bytes: what its slots hold of a request, or of an item of an `Each`.
         activation_bytes: of its largest step, about.
         is_counted: from its configuration, not from the headers of its weights.
+        can_split: tensor parallelism can.
     """
 
     name: str
@@ -64,12 +69,13 @@ class ModuleSize:
     row_bytes: int = 0
     activation_bytes: int = 0
     is_counted: bool = False
+    can_split: bool = False
 
     def split(self, ranks: int) -> ModuleSize:
-        """Its share of one of several ranks: what has no KV heads is whole on each."""
-        if ranks == 1 or not self.num_kv_heads:
+        """The share of one of several ranks; what cannot be split is whole."""
+        if ranks == 1 or not self.can_split:
             return self
-        kv = self.kv_token_bytes // min(ranks, self.num_kv_heads)
+        kv = self.kv_token_bytes // max(1, min(ranks, self.num_kv_heads))
         return replace(self, weights_bytes=-(-self.weights_bytes // ranks), kv_token_bytes=kv)
 
 
@@ -89,13 +95,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: EngineConfig, model: Model) -> Demand:
-        spec, size = model.plugin.spec, config.block_size
-        own = load_object(spec.max_model_len, plugin=spec.name)(model.checkpoint.config) if spec.max_model_len else None
-        if own is not None and (config.max_model_len or 0) > own:
-            raise ConfigError(
-                f"--max-model-len {config.max_model_len} is more than the {own} tokens the model was made for"
-            )
-        length = -(-(config.max_model_len or own or 4096) // size) * size
+        size = config.block_size
+        length = -(-wanted_model_len(config, model.plugin.spec, model.checkpoint) // size) * size
         return cls(seqs=config.max_num_seqs, length=length, kv_bytes=config.kv_cache_memory_bytes)
 
 
@@ -160,7 +161,7 @@ def meta_node(model: Model, module: str) -> Node:
 
 
 def check(model: Model, placement: Placement, *, source: str = "placement") -> None:
-    """Raise ConfigError if methods that share state are in several groups."""
+    """Raise ConfigError if methods that share state are in several groups, or modules cannot be split so many ways."""
     groups = [placement.modules_of(group) for group in range(len(placement.groups))]
     facts = {}
     for module in sorted({name for own in groups for name in own}):
@@ -168,6 +169,21 @@ def check(model: Model, placement: Placement, *, source: str = "placement") -> N
             methods = [m.name for node in model.graph.nodes if node.module == module for m in node.methods]
             facts[module] = stateful_methods(meta_node(model, module), methods)
     check_state(placement, facts, source=source)
+    for index, (group, names) in enumerate(zip(placement.groups, groups, strict=True)):
+        if group.tensor_parallel > 1:
+            at = f"{source}: groups[{index}].tensor_parallel is {group.tensor_parallel}"
+            _check_split({name: meta_node(model, name) for name in sorted(names)}, group.tensor_parallel, at)
+
+
+def _check_split(nodes: Mapping[str, Node], ranks: int, at: str) -> None:
+    if not any(node.tensor_parallel for node in nodes.values()):
+        raise ConfigError(f"{at}, but of {', '.join(nodes)} none can be split; set it to 1")
+    for name, node in nodes.items():
+        if node.tensor_parallel:
+            try:
+                split_node(node, cast(Ranks, SimpleNamespace(rank=0, size=ranks)), name=name)
+            except ConfigError as error:
+                raise ConfigError(f"{at}: {error}") from error
 
 
 def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weights: bool) -> ModuleSize:
@@ -184,7 +200,7 @@ def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weig
     tensors = [*node.parameters(), *node.buffers()]
     sizes = [t.numel() * (dtype.itemsize if is_counted and t.is_floating_point() else t.itemsize) for t in tensors]
     layout = node.kv_layout
-    kv = 0 if layout is None else 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+    kv = 0 if layout is None else page_bytes(layout, page_size=1, dtype=dtype)
     return ModuleSize(
         name=name,
         weights_bytes=sum(sizes),
@@ -193,6 +209,7 @@ def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weig
         row_bytes=sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in node.slots),
         activation_bytes=_activation_bytes(node, config, dtype),
         is_counted=is_counted and bool(tensors),
+        can_split=bool(node.tensor_parallel),
     )
 
 
@@ -210,6 +227,7 @@ def _activation_bytes(node: Node, config: EngineConfig, dtype: torch.dtype) -> i
 
 def processes(placement: Placement, sizes: Mapping[str, ModuleSize], devices: Sequence[Device]) -> list[Process]:
     """The processes of a placement; those without a device take these in turn. ConfigError for an unknown device."""
+    held = [[sizes[m] for m in sizes if m in placement.modules_of(group)] for group in range(len(placement.groups))]
     found: list[Process] = []
     for place in placement.workers:
         ranks = placement.groups[place.group].tensor_parallel
@@ -222,7 +240,7 @@ def processes(placement: Placement, sizes: Mapping[str, ModuleSize], devices: Se
                     group=place.name,
                     label=label + (f" rank {rank}" if ranks > 1 else ""),
                     device=device,
-                    modules=tuple(sizes[m].split(ranks) for m in sizes if m in placement.modules_of(place.group)),
+                    modules=tuple(m.split(ranks) for m in held[place.group] if m.can_split or not rank),
                 )
             )
     return found
@@ -313,10 +331,13 @@ def _spread(
     ranks: int,
 ) -> tuple[list[Group], bool]:  # fmt: skip
     """Modules by size onto the device with most room; whether one of them then holds too much for one request."""
-    split = [name for name in nodes if ranks > 1 and sizes[name].num_kv_heads and sizes[name].num_kv_heads % ranks == 0]
+    heads = {name: sizes[name].num_kv_heads for name in nodes if sizes[name].can_split and sizes[name].num_kv_heads}
+    split = [name for name, number in heads.items() if ranks > 1 and number % ranks == 0]
     if ranks > 1 and not split:
-        heads = ", ".join(f"{s.name} {s.num_kv_heads}" for s in sizes.values() if s.num_kv_heads) or "none"
-        raise ConfigError(f"--tensor-parallel-size {ranks} divides the KV heads of no module; KV heads: {heads}")
+        known = ", ".join(f"{name} {number}" for name, number in heads.items()) or "none"
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} divides the KV heads of no module that can be split; KV heads: {known}"
+        )
     if ranks > len(devices):
         raise ConfigError(f"--tensor-parallel-size {ranks} is more than the {len(devices)} devices; name more")
     held: dict[int, list[ModuleSize]] = {index: [] for index in range(len(devices))}

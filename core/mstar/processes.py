@@ -140,7 +140,7 @@ class Processes:
                 return
             delay_s = self.end.ended(worker, reason, age_s=time.monotonic() - started)
             then = "it is not started again" if delay_s is None else f"it is started again in {delay_s:g} s"
-            logger.error("%s has ended: %s; %s", self._routing.replicas[worker].name, reason, then)
+            logger.error("%s; %s", self._routing.replicas[worker].reason, then)
 
     async def _run(self, place: WorkerPlace, end: ProcessEngineEnd) -> str:
         """Run one process to its end: how it ended."""

@@ -56,7 +56,7 @@ def _serve(order: Order, end: ProcessWorkerEnd) -> None:
     assert config.threads is not None
     torch.set_num_threads(config.threads)
     model = find_model(config)
-    placement = Placement.of(order.groups, model.graph)
+    placement = Placement.of(order.groups, model.graph, tasks=model.plugin.spec.tasks)
     place = placement.workers[order.worker]
     with _team(placement.groups[place.group].tensor_parallel, place, config, end) as team:
         Worker(

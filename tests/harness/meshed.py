@@ -117,7 +117,7 @@ def check_clean(worker: Worker, *, sessions: int = 0) -> None:
     worker.check_integrity()
     router, modules = worker.router, worker.modules
     assert len(router.holdings.sessions) == sessions
-    assert not router._early and not router.remote._calls and not router.remote._late
+    assert not router.strays.early and not router.remote._calls and not router.remote._late
     if sessions:
         return
     assert not list(router.holdings.tenants())

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -459,14 +459,21 @@ class Meshed(Served):
         groups: what each group's `nodes` are.
     """
 
-    def __init__(self, oracle: Oracle, groups: Sequence[Sequence[str]], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, oracle: Oracle, groups: Sequence[Sequence[str]], settings: dict[str, Any], *,
+        change: Callable[[ModelSpec], ModelSpec] | None = None,
+    ) -> None:  # fmt: skip
         self.groups = [Group(nodes=tuple(nodes)) for nodes in groups]
-        super().__init__(oracle, settings)
+        super().__init__(oracle, settings, change=change)
         assert all(worker.places.group == n for n, worker in enumerate(w.modules for w in self.workers))
 
     def _build(self) -> tuple[Worker, Engine]:
         model = launch.find_model(self.config)
-        self.threads = Threads(model, self.config, Placement.of(self.groups, model.graph))
+        if self._change is not None:
+            model = replace(model, plugin=replace(model.plugin, spec=self._change(model.plugin.spec)))
+        self.threads = Threads(
+            model, self.config, Placement.of(self.groups, model.graph, tasks=model.plugin.spec.tasks)
+        )
         self.workers = self.threads.workers
 
         async def make_engine() -> Engine:
@@ -731,8 +738,8 @@ def meshed(meshes: Callable[[str, str], Meshed], request: pytest.FixtureRequest)
 
 
 @pytest.fixture(scope="module")
-def make_mesh(oracle: Oracle) -> Callable[[list[list[str]], dict[str, Any]], Meshed]:
-    """`make_mesh(groups, settings)`: an engine of the test's own, to be closed by it."""
+def make_mesh(oracle: Oracle) -> Callable[..., Meshed]:
+    """`make_mesh(groups, settings, change=None)`: an engine of the test's own, to be closed by it."""
     return partial(Meshed, oracle)
 
 

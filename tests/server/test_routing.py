@@ -346,6 +346,25 @@ def test_a_group_that_is_given_up_ends_the_model() -> None:
     assert states(routing) == ["ready", "ready", "dead"]
 
 
+def test_what_expires_when_the_model_has_ended_is_said_to_those_that_are_left() -> None:
+    routing = routing_of(2, 1)
+    for _ in range(5):
+        end(routing, 2)
+    routing.started(2, pid=9)
+    routing.from_worker(2, ready_with())
+    assert route_of(routing, "a", session="s") == (0, 2)
+    told, _ = end(routing, 2)
+    assert isinstance(told[-1], Dead)
+    assert routing.to_workers(DropSession(session="s")) == [(0, DropSession(session="s"))]
+    assert routing.to_workers(Abort(request_id="a")) == [(0, Abort(request_id="a"))]
+
+
+def test_all_processes_of_a_worker_are_shown() -> None:
+    routing = routing_of(1, 1, ready=False)
+    routing.from_worker(0, ready_with(ranks=(7, 8)))
+    assert [(worker.pid, worker.ranks) for worker in routing.status()] == [(100, (7, 8)), (101, ())]
+
+
 def test_it_is_ready_when_every_group_is_with_the_components_of_each() -> None:
     routing = routing_of(2, 1, ready=False)
     large, small = [("lm", 1, 20, 200)], [("lm", 1, 10, 100)]

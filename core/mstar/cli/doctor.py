@@ -100,7 +100,9 @@ def server_checks(url: str) -> list[Check]:
     for worker in rest:
         running, restarts = f"{worker['running']} running", f"{worker['restarts']} restarts"
         group = f"{worker['group']} ({worker['role']})"
-        parts = [worker["state"], group, f"process {worker['pid'] or 'none'}", running, restarts, worker["detail"]]
+        pids = [pid for pid in (worker["pid"], *worker.get("ranks", ())) if pid]
+        process = f"process {' and '.join(map(str, pids)) or 'none'}"
+        parts = [worker["state"], group, process, running, restarts, worker["detail"]]
         is_ok = worker["state"] == "ready"
         found.append(_stated(f"worker {worker['worker']}", ", ".join(part for part in parts if part), is_ok=is_ok))
     return found
@@ -209,13 +211,14 @@ def _placement(plugin: str, *, model: str, name: str) -> str:
     """Which processes a placement starts, where."""
     import torch
 
+    from mstar import planning
+    from mstar.model import find_model
     from mstar.placement import Placement
-    from mstar.plugin import checkpoint, loader
 
-    spec = loader.load(plugin).spec
     engine = config.EngineConfig(plugin=plugin, model=model, placement=name)
-    graph = spec.graph(checkpoint.resolve(spec, model, download=_downloaded).config)
-    placement = Placement.wanted(engine, spec, graph)
+    found = find_model(engine, download=_downloaded)
+    placement = Placement.wanted(engine, found.plugin.spec, found.graph)
+    planning.check(found, placement, source=f"--placement {name}")
     number = torch.cuda.device_count()
     for device in (device for group in placement.groups for device in group.devices):
         if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= number:

@@ -73,12 +73,12 @@ def plan(
     demand = planning.Demand.of(engine, model)
     if engine.placement is None:
         groups = planning.propose(model, sizes, found, demand, ranks=tensor_parallel_size)
-        placement = Placement.of(groups, model.graph)
+        placement = Placement.of(groups, model.graph, tasks=model.plugin.spec.tasks)
     elif tensor_parallel_size is not None:
         raise ConfigError("--placement says its own tensor_parallel; leave --tensor-parallel-size out")
     else:
         placement = Placement.wanted(engine, model.plugin.spec, model.graph)
-    planning.check(model, placement, source=f"--placement {engine.placement}")
+    planning.check(model, placement, source=f"--placement {engine.placement}" if engine.placement else "proposed")
     processes = planning.processes(placement, sizes, found)
     is_float32 = model_dtype(engine, model.checkpoint).itemsize == 4
     verdict = planning.judge(processes, found, demand, is_float32=is_float32)

@@ -32,6 +32,7 @@ class Open(Struct, tag=True, frozen=True, kw_only=True):
     content_keys: dict[str, list[tuple[int, int, bytes]]]
     outputs: tuple[str, ...] = ()
     session: str | None = None
+    resumed: bool = False  # the session was open already
     route: tuple[int, ...] = ()  # group -> the worker that serves it; (): all in one
 
 
@@ -135,8 +136,8 @@ class Returned(Struct, tag=True, frozen=True, kw_only=True):
 class ScopeStep(Struct, tag=True, frozen=True, kw_only=True):
     """What a walk elsewhere does to a scope that has something here.
 
-    `step`: "fork" (label `source` into `new`, cut to `at`), "alias", "drop" (label `new` of every module, or of
-    `module`), "free" (the scope has ended).
+    `step`: "fork" (label `source` into `new`, cut to `at`), "alias", "drop" (label `new`; these two of every module, or
+    of `module`), "free" (the scope has ended).
     """
 
     request_id: str
@@ -233,12 +234,14 @@ class Compiled(Struct, frozen=True, kw_only=True):
 class Ready(Struct, tag=True, frozen=True, kw_only=True):
     """The worker can answer. `plan` has one line per component: (name, weights bytes, kv bytes, kv tokens).
 
-    `max_model_len` is the most tokens of one sequence: what was configured, or what the KV cache holds.
+    `max_model_len` is the most tokens of one sequence: what was configured, or what the KV cache holds; `ranks` are the
+    processes of its further ranks.
     """
 
     plan: list[tuple[str, int, int, int]]
     max_model_len: int
     compiled: Compiled = Compiled()
+    ranks: tuple[int, ...] = ()
 
 
 class Emit(Struct, tag=True, frozen=True, kw_only=True):
@@ -353,7 +356,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """One of several workers, for an operator.
 
     `state` is "loading", "ready", "restarting" or "dead"; `group` and `role` are its group's name and what it runs;
-    `detail` says what it is at, or how its last process ended.
+    `detail` says what it is at, or how its last process ended; `ranks` are the processes of its further ranks.
     """
 
     worker: int
@@ -364,3 +367,4 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     group: str
     role: str
     detail: str | None = None
+    ranks: tuple[int, ...] = ()

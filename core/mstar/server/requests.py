@@ -384,7 +384,7 @@ class EngineState:
                 request_id=entry.request_id, task=request.task, seed=request.seed, arrival=entry.submitted,
                 params=params, fields=encoded.fields, samplers=encoded.samplers,
                 sampler_prompts=encoded.sampler_prompts, content_keys=encoded.content_keys, outputs=request.outputs,
-                session=request.session,
+                session=request.session, resumed=entry.resumed,
             )
         )  # fmt: skip
         self._begin(entry, entry.lanes)

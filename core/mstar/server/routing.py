@@ -128,6 +128,7 @@ class Routing:
                 worker=index, state=replica.state, pid=replica.pid, running=len(replica.requests),
                 restarts=replica.num_restarts, group=self._groups[replica.group].name,
                 role=self._placement.role_of(replica.group), detail=_detail(replica),
+                ranks=replica.ready.ranks if replica.ready is not None else (),
             )
             for index, replica in enumerate(self.replicas)
         ]  # fmt: skip
@@ -153,7 +154,7 @@ class Routing:
             route = () if found is None else found.route
         if isinstance(message, messages.Begin) and len(route) > 1:
             return self._begin(message, route)
-        return [(worker, message) for worker in route]
+        return [(worker, message) for worker in route if self.replicas[worker].pid is not None]
 
     def from_worker(self, worker: int, message: FromWorker) -> list[FromWorker]:
         """What the engine is told when a worker says `message`; see also `take_sends`."""

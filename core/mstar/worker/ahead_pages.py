@@ -72,7 +72,7 @@ class AheadPages:
         sequence = self._modules.sequence(scope, *_coming(key))
         start = self.begin(pool, sequence, source)
         if not pool.reserve(sequence, source.length - start):
-            self._modules.drop(scope, _coming(key))
+            self._holdings.drop(scope, _coming(key))
             return
         number = next(self._numbers)
         scope.coming[key] = Coming(number)
@@ -111,7 +111,7 @@ class AheadPages:
             return False
         del scope.coming[key]
         if key in scope.sequences:
-            self._modules.drop(scope, key)
+            self._holdings.drop(scope, key)
         scope.sequences[key] = scope.sequences.pop(_coming(key))
         self.num_come += 1
         return True
@@ -121,7 +121,10 @@ class AheadPages:
         for key in [key for key in scope.coming if key[1] == label]:
             if scope.coming[key].is_complete:
                 self.claim(scope, key)
-                scope.holders[key].add(self._places.worker)
+                holders = scope.holders[key]
+                holders.add(self._places.worker)
+                for other in [k for k, own in scope.holders.items() if own is holders and k != key]:
+                    self._holdings.alias(scope, *key, other[1])
             else:
                 self.drop(scope, [key])
 
@@ -129,7 +132,7 @@ class AheadPages:
         """Give up what comes, or has come and is not used next after all."""
         for key in keys:
             if (coming := scope.coming.pop(key, None)) is not None:
-                self._modules.drop(scope, _coming(key))
+                self._holdings.drop(scope, _coming(key))
                 scope.tenant.in_flight -= not coming.is_complete
 
     def give_up(self, tenant: Tenant) -> bool:

@@ -20,7 +20,7 @@ from mstar.plugin.states import RequestView
 from mstar.types import Path
 from mstar.worker.modules import Modules, draw_name
 from mstar.worker.scheduler import Scheduler
-from mstar.worker.state import Lane, RequestState, Scope, Tenant
+from mstar.worker.state import Label, Lane, RequestState, Scope, Tenant
 
 
 class Holdings:
@@ -45,7 +45,7 @@ class Holdings:
         """A request begins, with what its session left."""
         params = msgspec.convert(info.params, self.spec.tasks[info.task].params)
         kept = self.sessions.pop(info.session, {}) if info.session is not None else {}
-        view = RequestView(info.task, info.outputs, params, info.fields, info.session, bool(kept))
+        view = RequestView(info.task, info.outputs, params, info.fields, info.session, info.resumed)
         arrival, taken = info.arrival, {other.arrival for other in self.requests.values()}
         while arrival in taken:  # of two tenants that rank alike neither could make room for the other
             arrival = math.nextafter(arrival, math.inf)
@@ -112,12 +112,19 @@ class Holdings:
         if not tenant.scopes and tenant.item >= 0:
             tenant.request.tenants.pop(tenant.item, None)
 
+    def drop(self, scope: Scope, key: Label) -> None:
+        """Forget one label; with the last of its sequence, what was to be recomputed of that."""
+        sequence = scope.sequences[key]
+        self.modules.drop(scope, key)
+        if sequence not in scope.sequences.values():
+            self.scheduler.discard_rebuild(scope.tenant, sequence)
+
     def fork(self, source: Scope, label: str, target: Scope, new: str, *, at: Any = None) -> None:
         """Give `target` a copy-on-write fork, called `new`, of every module's sequence `label`."""
         for module, own in list(source.sequences):
             if own == label:
                 if (module, new) in target.sequences:
-                    self.modules.drop(target, (module, new))
+                    self.drop(target, (module, new))
                 target.sequences[(module, new)] = self.modules.fork(module, source.sequences[(module, own)], at=at)
                 if target is not source and module in source.rows:
                     row = self.modules.row(target, module, target.request.info)
@@ -129,13 +136,17 @@ class Holdings:
             self.fork(scope, step.source, scope, step.new, at=at)
         elif isinstance(step, Drop):
             for key in [key for key in scope.sequences if key[1] == step.label]:
-                self.modules.drop(scope, key)
+                self.drop(scope, key)
         else:
             for module, label in list(scope.sequences):
                 if label == step.source:
-                    if (module, step.new) in scope.sequences:
-                        self.modules.drop(scope, (module, step.new))
-                    scope.sequences[(module, step.new)] = scope.sequences[(module, label)]
+                    self.alias(scope, module, label, step.new)
+
+    def alias(self, scope: Scope, module: str, source: str, new: str) -> None:
+        """Give a module's sequence another label."""
+        if (module, new) in scope.sequences:
+            self.drop(scope, (module, new))
+        scope.sequences[(module, new)] = scope.sequences[(module, source)]
 
     # ---- everything -------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from mstar.plugin.program import compile_graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object
 from mstar.types import SamplingParams
 from mstar.worker.kv_pool import KVPool, Sequence
+from mstar.worker.pages import page_bytes
 from mstar.worker.places import Places, Placing
 from mstar.worker.ranks import split_node
 from mstar.worker.slots import SlotPool
@@ -153,6 +154,17 @@ def model_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
+def wanted_model_len(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> int:
+    """--max-model-len, or what the model was made for."""
+    own: int | None = None
+    if spec.max_model_len is not None:
+        own = load_object(spec.max_model_len, plugin=spec.name)(checkpoint.config)
+    asked = config.max_model_len
+    if asked is not None and own is not None and asked > own:
+        raise ConfigError(f"--max-model-len {asked} is more than the {own} tokens the model was made for")
+    return asked or own or 4096
+
+
 def port_dtype(port: Port, dtype: torch.dtype) -> torch.dtype:
     """A port's dtype where the model's is `dtype`."""
     found: torch.dtype = dtype if port.dtype == "float" else getattr(torch, port.dtype)
@@ -213,7 +225,7 @@ class Modules:
         self._programs = compile_graph(graph)
         self.places = Places(placing, self._programs, worker=worker, group=group)
         nodes = self._load(spec, graph, checkpoint)
-        self.max_model_len, pages = self._pages(nodes, self._model_len(spec, checkpoint))
+        self.max_model_len, pages = self._pages(nodes, wanted_model_len(config, spec, checkpoint))
         if team is not None:
             team.begin({name: count + 1 for name, count in pages.items() if nodes[name].tensor_parallel})
         self.by_name = {name: self._module(name, node, pages.get(name, 0)) for name, node in nodes.items()}
@@ -269,26 +281,14 @@ class Modules:
     def _split(self, nodes: Mapping[str, Node], team: Team) -> None:
         """Keep this rank's share of what can be split, and have the others load theirs."""
         names = [name for name, node in nodes.items() if node.tensor_parallel]
-        if not names:
-            raise ConfigError(
-                f"tensor_parallel is {team.ranks.size}, but of {', '.join(nodes)} none can be split; set it to 1"
-            )
+        assert names, "a placement that splits nothing was not refused"
         for name in names:
             split_node(nodes[name], team.ranks, name=name)
         team.load(names)
 
-    def _model_len(self, spec: ModelSpec, checkpoint: Checkpoint) -> int:
-        own = load_object(spec.max_model_len, plugin=spec.name)(checkpoint.config) if spec.max_model_len else None
-        asked = self.config.max_model_len
-        if asked is not None and own is not None and asked > own:
-            raise ConfigError(f"--max-model-len {asked} is more than the {own} tokens the model was made for")
-        return asked or own or 4096
-
     def _page_bytes(self, node: Node) -> int:
-        layout = node.kv_layout
-        assert layout is not None
-        per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * self.dtype.itemsize
-        return per_token * self.config.block_size
+        assert node.kv_layout is not None
+        return page_bytes(node.kv_layout, page_size=self.config.block_size, dtype=self.dtype)
 
     def _pages(self, nodes: Mapping[str, Node], model_len: int) -> tuple[int, dict[str, int]]:
         """(most tokens of a sequence, module -> pages), from the memory there is."""
@@ -408,7 +408,6 @@ class Modules:
         for key in list(scope.sequences):
             self.drop(scope, key)
         self.free_rows(scope)
-        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
 
     def free_rows(self, scope: Scope) -> None:
         """Free a scope's slot rows and host states; what it does next begins with zeroed ones."""

@@ -8,6 +8,7 @@ Owned by the worker's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Moves:
             return False
         scope, work.ran_at = work.scope, worker
         holders = scope.holders.setdefault(key, set())
-        must_come = bool(holders) and worker not in holders
+        must_come = work.has_moved = bool(holders) and worker not in holders
         if must_come and worker == self._places.worker and key in scope.coming:
             must_come = not self.ahead.claim(scope, key)
             holders.add(worker)
@@ -62,25 +63,36 @@ class Moves:
         return self._places.worker in scope.holders.get((op.key[0], op.method.kv.label), ())
 
     def after(self, work: Work) -> None:
-        """A call has run: if it wrote, what others hold is old."""
-        key = self._label(work)
-        if key is None or not work.op.method.kv.write:  # type: ignore[union-attr]
+        """A call has run: a sequence that moved for it gets its other labels; if it wrote, what others hold is old."""
+        if (key := self._label(work)) is None:
             return
-        holders = work.scope.holders[key]
+        scope, holders = work.scope, work.scope.holders[key]
         ran_at = self._places.worker if work.ran_at is None else work.ran_at
+        same = [label for label, own in scope.holders.items() if own is holders]
+        if work.has_moved:
+            work.has_moved = False
+            for label in same:
+                if label != key:
+                    self._relabel(ran_at, scope, "alias", label, source=key[1])
+        if not work.op.method.kv.write:  # type: ignore[union-attr]
+            return
         for worker in holders - {ran_at}:
-            for module, label in [k for k, own in work.scope.holders.items() if own is holders]:
-                if worker == self._places.worker:
-                    self.release(work.scope, module, label)
-                else:
-                    self._output.post(
-                        worker,
-                        ScopeStep(
-                            request_id=work.request_id, step="drop", lane=work.scope.lane, path=work.scope.path,
-                            ordinal=work.scope.ordinal, new=label, module=module,
-                        ),
-                    )  # fmt: skip
+            for label in same:
+                self._relabel(worker, scope, "drop", label)
         holders &= {ran_at}
+
+    def _relabel(
+        self, worker: int, scope: Scope, step: Literal["alias", "drop"], label: Label, *, source: str = ""
+    ) -> None:
+        module, new = label
+        message = ScopeStep(
+            request_id=scope.request.info.request_id, step=step, lane=scope.lane, path=scope.path,
+            ordinal=scope.ordinal, new=new, source=source, module=module,
+        )  # fmt: skip
+        if worker == self._places.worker:
+            self.relabel(scope, message)
+        else:
+            self._output.post(worker, message)
 
     def forked(self, source: Scope, label: str, target: Scope, new: str) -> None:
         """A fork has been made wherever its source is."""
@@ -139,10 +151,18 @@ class Moves:
         key = (work.key[0], work.label)
         work.arrival = work.scope.arrivals.setdefault(key, Arrival()) if awaits else work.scope.arrivals.get(key)
 
+    def relabel(self, scope: Scope, message: ScopeStep) -> None:
+        """Do a step on one module's label."""
+        assert message.module is not None
+        if message.step == "alias":
+            self._holdings.alias(scope, message.module, message.source, message.new)
+        else:
+            self.release(scope, message.module, message.new)
+
     def release(self, scope: Scope, module: str, label: str) -> None:
         """Drop what has become old."""
         if (module, label) in scope.sequences:
-            self._modules.drop(scope, (module, label))
+            self._holdings.drop(scope, (module, label))
 
     def _offer(self, scope: Scope, order: SendPages) -> None:
         sequence = scope.sequences[(order.module, order.label)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -95,13 +95,13 @@ class Remote:
         values |= {port: Parceled(*parcel) for port, parcel in message.parcels.items()}
         self._complete(work, values)
 
-    def forget(self, request: RequestState) -> None:
-        """A request has ended."""
-        self._late.pop(request.info.request_id, None)
+    def forget(self, request: RequestState) -> Iterable[Between]:
+        """A request has ended: what of it was still waiting."""
         for scope in (scope for tenant in request.tenants.values() for scope in tenant.scopes):
             self.moves.ahead.drop(scope, list(scope.coming))
         for number in [number for number, work in self._calls.items() if work.request is request]:
             del self._calls[number]
+        return self._late.pop(request.info.request_id, ())
 
     def fork(self, parent: Scope, label: str, child: Scope) -> None:
         """An item begins with forks of its parent's sequences, wherever those are."""
@@ -193,7 +193,7 @@ class Remote:
             self._holdings.free(scope)
             return True
         if message.module is not None:
-            self.moves.release(scope, message.module, message.new)
+            self.moves.relabel(scope, message)
             return True
         parent = scope
         if message.source_path is not None:

@@ -26,11 +26,11 @@ from mstar.worker.output import Output, to_device, to_host
 from mstar.worker.remote import ELSEWHERE, Remote
 from mstar.worker.scheduler import Scheduler
 from mstar.worker.state import Cursor, EachGroup, Groups, Lane, RequestState, Work, add_counts, plain
+from mstar.worker.strays import Strays
 
 log = logging.getLogger("mstar.worker")
 
 MOST_OPS = 100_000  # between two methods; more is a loop that runs none
-MOST_ENDED = 4096
 
 
 class Router:
@@ -53,8 +53,7 @@ class Router:
             self.places, holdings=self.holdings, scheduler=scheduler, output=self.output,
             complete=self.complete, fail=self.fail,
         )  # fmt: skip
-        self._early: dict[str, list[Between]] = {}  # request -> what others say of it before the engine has
-        self._ended: dict[str, None] = {}  # the last requests that have ended: what others still say of them is ignored
+        self.strays = Strays(self.requests, is_alone=self.places.is_alone)
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
@@ -70,16 +69,17 @@ class Router:
             except Exception as error:  # attributed to the request
                 log.exception("request %s cannot be opened", message.request_id)
                 self.output.messages.append(Failed(request_id=message.request_id, message=described(error)))
-                self._ignore(message.request_id)
-            self._take_early(message.request_id)
+                self.strays.ended(message.request_id)
+            self._handle_all(self.strays.opened(message))
         elif isinstance(message, DropSession):
+            self.strays.dropped(message.session)
             self.holdings.drop_session(message.session)
         elif (request := self.requests.get(message.request_id)) is None:
-            if isinstance(message, Between) and message.request_id not in self._ended:
-                self._early.setdefault(message.request_id, []).append(message)
+            if isinstance(message, Between) and (placed := self.strays.place(message)) is not None:
+                self.handle(placed)
         elif isinstance(message, Begin):
             self._guard(request, self._begin, message)
-            self._take_early(message.request_id)
+            self._handle_all(self.strays.begun(message.request_id))
         elif isinstance(message, StopAt):
             self._guard(request, self._stop_at, message)
         elif isinstance(message, Abort):
@@ -90,32 +90,25 @@ class Router:
             if self.feeds.has_begun(request, message.stream):
                 self._guard(request, self.feeds.handle, message)
             else:
-                self._early.setdefault(message.request_id, []).append(message)
+                self.strays.wait(message)
         else:
             self._guard(request, self.remote.handle, message)
 
-    def _take_early(self, request_id: str) -> None:
-        for message in self._early.pop(request_id, ()):
+    def _handle_all(self, messages: Iterable[Between]) -> None:
+        for message in messages:
             self.handle(message)
 
     def _remove(self, request: RequestState, *, is_well: bool = False) -> None:
         """A request has ended here."""
         name = request.info.request_id
-        self.remote.forget(request)
-        self._ignore(name)
+        waiting = self.remote.forget(request)
+        self.strays.ended(name, session=request.info.session if is_well else None)
         if is_well:
             self.holdings.close(request)
+            self._handle_all(waiting)
         else:
             self.output.take_back(name)  # whoever takes the place of one that has ended does not know the request
             self.holdings.remove(request)
-
-    def _ignore(self, request_id: str) -> None:
-        """What other workers still say of a request is dropped."""
-        self._early.pop(request_id, None)
-        if not self.places.is_alone:
-            self._ended[request_id] = None
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
 
     def _guard(self, request: RequestState, act: Any, *args: Any) -> None:
         """Run host work of one request; what it raises fails that request alone."""
@@ -123,7 +116,7 @@ class Router:
             act(request, *args)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed to the request
             walks = ", ".join(repr(lane.program.walk) for lane in request.lanes.values() if not lane.is_over)
-            self.fail(request, explain(error, f"walk {walks}"))
+            self.fail(request, explain(error, f"walk {walks}" if walks else "what another worker asked for"))
 
     def _begin(self, request: RequestState, message: Begin) -> None:
         request.walks |= message.walks

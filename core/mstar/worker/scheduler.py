@@ -128,10 +128,17 @@ class Scheduler:
 
     def discard_scope(self, scope: Scope) -> None:
         """Forget the recomputation of what a scope no longer needs, or must begin anew."""
-        if scope.tenant.num_rebuilding:
-            for work in [work for work in self.works() if work.is_rebuild and work.scope is scope]:
+        for sequence in scope.sequences.values():
+            self.discard_rebuild(scope.tenant, sequence)
+
+    def discard_rebuild(self, tenant: Tenant, sequence: Sequence) -> None:
+        """The same of one sequence."""
+        if tenant.forgotten:
+            tenant.forgotten = [entry for entry in tenant.forgotten if entry[2] is not sequence]
+        if tenant.num_rebuilding:
+            for work in [work for work in self.works() if work.is_rebuild and work.sequence is sequence]:
                 self.cancel(work)
-                scope.tenant.num_rebuilding -= 1
+                tenant.num_rebuilding -= 1
 
     def works(self) -> Iterator[Work]:
         for queue in self._queues.values():
@@ -140,6 +147,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return any(self._queues.values()) or bool(self._suspended)
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether all there is to do waits for what other workers send, and nothing for memory here."""
+        return not self._suspended and all(w.arrival is not None and w.arrival.is_due for w in self.works())
 
     def suspend(self, cursor: Cursor) -> None:
         """A cursor needs its sequences, which are on the host, for a step that is not a method's."""

@@ -112,6 +112,11 @@ class Arrival:
     is_asked: bool = False
     is_here: bool = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is for its sender to go on."""
+        return not self.is_here and (self.offer is None or self.is_asked)
+
 
 @dataclass(slots=True, eq=False)
 class Coming:
@@ -374,6 +379,7 @@ class Work(Task):
         arrival: of the sequence it waits for.
         leaving: how its sequence leaves while it runs.
         ran_at: the worker that runs it, where its module's sequences move between workers; None: this one.
+        has_moved: its sequence was not there before.
     """
 
     request: RequestState = None  # type: ignore[assignment]
@@ -399,3 +405,4 @@ class Work(Task):
     arrival: Arrival | None = None
     leaving: Leaving | None = None
     ran_at: int | None = None
+    has_moved: bool = False

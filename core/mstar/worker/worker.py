@@ -14,6 +14,7 @@ from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import (
     Beat,
+    Between,
     Compiled,
     Dead,
     Emit,
@@ -236,7 +237,7 @@ class Worker:
             self.router.resume()
             batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
         was_blocked, self.is_blocked = self.is_blocked, batch is None and self.scheduler.has_work and not is_running
-        if not (self.is_blocked and was_blocked):
+        if not (self.is_blocked and was_blocked) or self.scheduler.awaits_others:
             self._blocked_since_s = time.monotonic()
         if self.is_blocked and not self._may_be_helped():
             request = self.scheduler.victim_of_deadlock()
@@ -292,11 +293,14 @@ class Worker:
             worker, message = posts.pop(0)
             if worker == self.worker:
                 self.router.handle(message)
-            else:
+                continue
+            try:
                 self.end.send_to(worker, message)
+            except TypeError as error:
+                self._cannot_send(message, error)
 
-    def _cannot_send(self, message: FromWorker, error: TypeError) -> None:
-        assert isinstance(message, Emit | Parcel | WalkDone), message
+    def _cannot_send(self, message: FromWorker | Between, error: TypeError) -> None:
+        assert isinstance(message, Emit | Parcel | WalkDone | Between), message
         request = self.router.requests.get(message.request_id)
         if request is not None:
             self.router.fail(request, PluginError(f"an output of the model cannot leave its process: {error}"))
@@ -314,7 +318,8 @@ class Worker:
             num_built=kernels.compile_cache().counters.builds if self.config.compile else 0,
             seconds=self.compilation.seconds,
         )
-        return Ready(plan=plan, max_model_len=self.modules.max_model_len, compiled=compiled)
+        ranks = () if self.team is None else tuple(self.team.pids)
+        return Ready(plan=plan, max_model_len=self.modules.max_model_len, compiled=compiled, ranks=ranks)
 
     def stats(self) -> Stats:
         pools = {m.name: m.pool for m in self.modules.by_name.values() if m.pool is not None}

@@ -123,7 +123,8 @@ def test_a_server_restarts_a_worker_one_of_whose_ranks_is_killed(tmp_path: Path,
     with ServeProcess(*flags, start_s=110) as server:
         right = ask().json()["outputs"]
         (worker,) = workers()
-        first, (second,) = worker["pid"], child_pids(worker["pid"])
+        first, (second,) = worker["pid"], worker["ranks"]
+        assert child_pids(first) == [second]
         os.kill(second, signal.SIGKILL)
         deadline = time.monotonic() + 90
         while not any(w["state"] == "ready" and w["restarts"] == 1 for w in workers()):
