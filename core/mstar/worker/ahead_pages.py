@@ -72,7 +72,7 @@ class AheadPages:
         sequence = self._modules.sequence(scope, *_coming(key))
         start = self.begin(pool, sequence, source)
         if not pool.reserve(sequence, source.length - start):
-            self._modules.drop(scope, _coming(key))
+            self._holdings.drop(scope, _coming(key))
             return
         number = next(self._numbers)
         scope.coming[key] = Coming(number)
@@ -111,7 +111,7 @@ class AheadPages:
             return False
         del scope.coming[key]
         if key in scope.sequences:
-            self._modules.drop(scope, key)
+            self._holdings.drop(scope, key)
         scope.sequences[key] = scope.sequences.pop(_coming(key))
         self.num_come += 1
         return True
@@ -129,7 +129,7 @@ class AheadPages:
         """Give up what comes, or has come and is not used next after all."""
         for key in keys:
             if (coming := scope.coming.pop(key, None)) is not None:
-                self._modules.drop(scope, _coming(key))
+                self._holdings.drop(scope, _coming(key))
                 scope.tenant.in_flight -= not coming.is_complete
 
     def give_up(self, tenant: Tenant) -> bool:

@@ -112,6 +112,13 @@ class Holdings:
         if not tenant.scopes and tenant.item >= 0:
             tenant.request.tenants.pop(tenant.item, None)
 
+    def drop(self, scope: Scope, key: tuple[str, str]) -> None:
+        """Forget one label of a module, also while it is swapped out or waits to be recomputed."""
+        sequence = scope.sequences[key]
+        self.modules.drop(scope, key)
+        if sequence.row < 0:
+            self.scheduler.discard_scope(scope, only=sequence)
+
     def fork(self, source: Scope, label: str, target: Scope, new: str, *, at: Any = None) -> None:
         """Give `target` a copy-on-write fork, called `new`, of every module's sequence `label`."""
         for module, own in list(source.sequences):

@@ -396,6 +396,7 @@ class Modules:
             pool = self.by_name[key[0]].pool
             assert pool is not None
             self._release(pool, sequence)
+            scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[2] is not sequence]
 
     def _release(self, pool: KVPool, sequence: Sequence) -> None:
         if sequence.swapped:
@@ -408,7 +409,6 @@ class Modules:
         for key in list(scope.sequences):
             self.drop(scope, key)
         self.free_rows(scope)
-        scope.tenant.forgotten = [entry for entry in scope.tenant.forgotten if entry[1] is not scope]
 
     def free_rows(self, scope: Scope) -> None:
         """Free a scope's slot rows and host states; what it does next begins with zeroed ones."""

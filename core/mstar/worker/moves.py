@@ -142,7 +142,7 @@ class Moves:
     def release(self, scope: Scope, module: str, label: str) -> None:
         """Drop what has become old."""
         if (module, label) in scope.sequences:
-            self._modules.drop(scope, (module, label))
+            self._holdings.drop(scope, (module, label))
 
     def _offer(self, scope: Scope, order: SendPages) -> None:
         sequence = scope.sequences[(order.module, order.label)]

@@ -126,12 +126,13 @@ class Scheduler:
             self._queues[key] = [work for work in queue if work.request is not request]
         self._suspended = [cursor for cursor in self._suspended if cursor.lane.request is not request]
 
-    def discard_scope(self, scope: Scope) -> None:
-        """Forget the recomputation of what a scope no longer needs, or must begin anew."""
+    def discard_scope(self, scope: Scope, *, only: Sequence | None = None) -> None:
+        """Forget the recomputation of what a scope no longer needs, or must begin anew: all, or one sequence's."""
         if scope.tenant.num_rebuilding:
             for work in [work for work in self.works() if work.is_rebuild and work.scope is scope]:
-                self.cancel(work)
-                scope.tenant.num_rebuilding -= 1
+                if only is None or work.sequence is only:
+                    self.cancel(work)
+                    scope.tenant.num_rebuilding -= 1
 
     def works(self) -> Iterator[Work]:
         for queue in self._queues.values():
