@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mstar.config import GIB, EngineConfig
 from mstar.errors import ConfigError, PluginError
+from mstar.layers.parallel import Ranks
 from mstar.model import Model
 from mstar.placement import EVERYTHING, Group, Placement, check_state, stateful_methods
 from mstar.plugin.graph import calls
 from mstar.plugin.nodes import Node
 from mstar.plugin.spec import load_object
-from mstar.worker.modules import CPU_KV_BYTES, model_dtype
+from mstar.worker.modules import CPU_KV_BYTES, model_device, model_dtype
+from mstar.worker.ranks import split_node
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +163,7 @@ def meta_node(model: Model, module: str) -> Node:
 
 
 def check(model: Model, placement: Placement, *, source: str = "placement") -> None:
-    """Raise ConfigError if methods that share state are in several groups."""
+    """Raise ConfigError if methods that share state are in several groups, or nothing can be split as is wanted."""
     groups = [placement.modules_of(group) for group in range(len(placement.groups))]
     facts = {}
     for module in sorted({name for own in groups for name in own}):
@@ -168,6 +171,33 @@ def check(model: Model, placement: Placement, *, source: str = "placement") -> N
             methods = [m.name for node in model.graph.nodes if node.module == module for m in node.methods]
             facts[module] = stateful_methods(meta_node(model, module), methods)
     check_state(placement, facts, source=source)
+    for index, group in enumerate(placement.groups):
+        if group.tensor_parallel > 1:
+            _check_split(model, groups[index], group.tensor_parallel, at=f"{source}: groups[{index}].tensor_parallel")
+
+
+def _check_split(model: Model, modules: Iterable[str], size: int, *, at: str) -> None:
+    """Raise ConfigError unless some of a group's modules can be split among so many processes, and evenly."""
+    nodes = {name: node for name in sorted(modules) if (node := meta_node(model, name)).tensor_parallel}
+    if not nodes:
+        raise ConfigError(f"{at} is {size}, but none of its modules can be split; leave it out")
+    for name, node in nodes.items():
+        try:
+            split_node(node, cast(Ranks, SimpleNamespace(rank=0, size=size)), name=name)
+        except ConfigError as error:
+            raise ConfigError(f"{at} is {size}: {error}") from error
+
+
+def check_devices(placement: Placement, config: EngineConfig, *, source: str = "placement") -> None:
+    """Raise ConfigError for a device that is not here."""
+    model_device(config)
+    for index, group in enumerate(placement.groups):
+        for number, device in enumerate(group.devices):
+            try:
+                model_device(replace(config, device=device))
+            except ConfigError as error:
+                said = str(error).partition(": ")[2].replace("--device ", "")
+                raise ConfigError(f"{source}: groups[{index}].devices[{number}] is {device!r}: {said}") from error
 
 
 def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weights: bool) -> ModuleSize:

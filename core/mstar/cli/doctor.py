@@ -207,19 +207,15 @@ def _checkpoint(plugin: str, *, model: str) -> str:
 
 def _placement(plugin: str, *, model: str, name: str) -> str:
     """Which processes a placement starts, where."""
-    import torch
-
+    from mstar import planning
+    from mstar.model import find_model
     from mstar.placement import Placement
-    from mstar.plugin import checkpoint, loader
 
-    spec = loader.load(plugin).spec
     engine = config.EngineConfig(plugin=plugin, model=model, placement=name)
-    graph = spec.graph(checkpoint.resolve(spec, model, download=_downloaded).config)
-    placement = Placement.wanted(engine, spec, graph)
-    number = torch.cuda.device_count()
-    for device in (device for group in placement.groups for device in group.devices):
-        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= number:
-            raise ConfigError(f"it names {device}, but torch sees {number} CUDA devices")
+    found = find_model(engine, download=_downloaded)
+    placement = Placement.wanted(engine, found.plugin.spec, found.graph)
+    planning.check(found, placement, source=f"--placement {name}")
+    planning.check_devices(placement, engine, source=f"--placement {name}")
     groups = [
         (f"{group.replicas} x " if group.replicas > 1 else "") + f"{group.name} ({placement.role_of(index)})"
         for index, group in enumerate(placement.groups)
