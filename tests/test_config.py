@@ -151,6 +151,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     [
         ("max-num-seq: 4", ["unknown key 'max-num-seq'", "max-num-seqs"]),
         ("max-num-seqs: 4\nmax_num_seqs: 5", ["given twice"]),
+        ("port: 4\nport: 5", ["'port' is given twice", "line 2"]),
         ("max-num-seqs: true", ["max-num-seqs is True", "whole number"]),
         ("max-num-seqs: 1.5", ["whole number"]),
         ("port: [1]", ["port", "whole number"]),

@@ -171,6 +171,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("groups: [{nodes: ['*'], replica: 2}]", "groups[0]: unknown key 'replica'; did you mean replicas"),
         ("groups: [{nodes: lm}]", "groups[0].nodes is 'lm': expected `array`"),
         ("groups: [{nodes: []}]", "groups[0].nodes is []: expected `array` of length >= 1"),
+        ("groups: [{nodes: [a], nodes: ['*']}]", "'nodes' is given twice"),
+        ("groups: [{nodes: ['*']}]\ngroups: []", "'groups' is given twice"),
         ("groups: [{replicas: 1}]", "groups[0]: object missing required field `nodes`"),
         ("groups: [{nodes: ['*'], replicas: two}]", "groups[0].replicas is 'two': expected `int`"),
         ("groups: [{nodes: ['*'], replicas: 0}]", "groups[0].replicas is 0: expected `int` >= 1"),

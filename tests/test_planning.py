@@ -16,7 +16,7 @@ from mstar.config import GIB, EngineConfig
 from mstar.errors import ConfigError
 from mstar.model import Model, find_model
 from mstar.placement import Group, Placement, examples, read
-from mstar.planning import Demand, Device, ModuleSize, judge, module_sizes, processes, propose
+from mstar.planning import Demand, Device, ModuleSize, check, check_devices, judge, module_sizes, processes, propose
 from mstar.plugin import loader
 from mstar.plugin.spec import tinies
 
@@ -199,6 +199,23 @@ def test_a_cpu_keeps_a_small_cache_unless_told(orpheus: Model) -> None:
 def test_what_cannot_be_split_so_is_told(orpheus: Model, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         proposed(orpheus, 24, 24, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "group", "said"),
+    [
+        ("orpheus", Group(nodes=("*",), tensor_parallel=3), "groups[0].tensor_parallel is 3: lm: .* query heads"),
+        ("echo", Group(nodes=("*",), tensor_parallel=2), "groups[0].tensor_parallel is 2, but of .* none can be split"),
+        ("orpheus", Group(nodes=("*",), devices=("cuda:7",)), "groups[0].devices[0] is 'cuda:7': this torch sees"),
+    ],
+)
+def test_what_cannot_start_is_told_before_anything_starts(plugin: str, group: Group, said: str) -> None:
+    config = EngineConfig(plugin=plugin)
+    model = find_model(config)
+    placement = Placement.of([group], model.graph)
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        check(model, placement, source="--placement x")
+        check_devices(placement, config, source="--placement x")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------

@@ -412,6 +412,24 @@ def choose_threads(wanted: int | None = None, *, usual: int) -> tuple[int, str]:
 # ---- configuration files ----------------------------------------------------------------------------------------
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file. Raises OSError, or YAMLError, ValueError or RecursionError for what is none."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+
+
 def load_config_file(path: Path) -> dict[str, Any]:
     """Settings of a YAML file, field name -> value; what the command line gives wins over them.
 
@@ -419,7 +437,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
     and key for an unknown key (with close matches), a key given twice or a value of the wrong kind.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}; give a readable YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from mstar.config import EngineConfig, num_cores, suggest
+from mstar.config import EngineConfig, num_cores, read_yaml, suggest
 from mstar.errors import ConfigError
 from mstar.plugin import graph as parts
 from mstar.plugin.graph import Graph
@@ -186,7 +186,7 @@ def read(path: Path) -> tuple[Group, ...]:
     """The groups of a placement file. Raises ConfigError that names file, key, value and what is expected."""
     source = f"--placement {path}"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}; give a readable YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

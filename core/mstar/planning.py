@@ -24,7 +24,7 @@ from mstar.placement import EVERYTHING, Group, Placement, check_state, stateful_
 from mstar.plugin.graph import calls
 from mstar.plugin.nodes import Node
 from mstar.plugin.spec import load_object
-from mstar.worker.modules import CPU_KV_BYTES, model_dtype, wanted_model_len
+from mstar.worker.modules import CPU_KV_BYTES, model_device, model_dtype, wanted_model_len
 from mstar.worker.pages import page_bytes
 from mstar.worker.ranks import split_node
 
@@ -184,6 +184,18 @@ def _check_split(nodes: Mapping[str, Node], ranks: int, at: str) -> None:
                 split_node(node, cast(Ranks, SimpleNamespace(rank=0, size=ranks)), name=name)
             except ConfigError as error:
                 raise ConfigError(f"{at}: {error}") from error
+
+
+def check_devices(placement: Placement, config: EngineConfig, *, source: str = "placement") -> None:
+    """Raise ConfigError for a device that is not here."""
+    model_device(config)
+    for index, group in enumerate(placement.groups):
+        for number, device in enumerate(group.devices):
+            try:
+                model_device(replace(config, device=device))
+            except ConfigError as error:
+                said = str(error).partition(": ")[2].replace("--device ", "")
+                raise ConfigError(f"{source}: groups[{index}].devices[{number}] is {device!r}: {said}") from error
 
 
 def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weights: bool) -> ModuleSize:

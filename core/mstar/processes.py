@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from mstar.config import EngineConfig
 from mstar.ipc.lifetime import command
@@ -25,6 +24,7 @@ from mstar.ipc.process_channel import Exchange, ProcessEngineEnd, Road
 from mstar.placement import Group, Placement, WorkerPlace
 from mstar.server.fleet import Fleet
 from mstar.server.routing import Routing
+from mstar.worker.modules import num_cuda_devices
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Processes:
 
     async def _run(self, place: WorkerPlace, end: ProcessEngineEnd) -> str:
         """Run one process to its end: how it ended."""
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        num_devices = num_cuda_devices()
         config = worker_config(self._config, place, threads=self._threads, num_devices=num_devices)
         order = Order(
             worker=place.index, groups=self._groups, config=msgspec.to_builtins(config, enc_hook=str), road=end.road,

@@ -15,7 +15,7 @@ from typing import Any
 
 from mstar.config import EngineConfig
 from mstar.ipc.channel import MemoryWorkerEnd, memory_mesh
-from mstar.ipc.messages import Between, DropSession, FromWorker, ToWorker, WorkerStatus
+from mstar.ipc.messages import DropSession, FromWorker, ToWorker, WorkerStatus
 from mstar.model import Model
 from mstar.placement import Placement
 from mstar.server.fleet import Fleet
@@ -35,7 +35,7 @@ class InspectedEnd:
     def send(self, message: FromWorker) -> None:
         self._end.send(message)
 
-    def send_to(self, worker: int, message: Between) -> None:
+    def send_to(self, worker: int, message: ToWorker) -> None:
         self._end.send_to(worker, message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:

@@ -743,6 +743,12 @@ def make_mesh(oracle: Oracle) -> Callable[..., Meshed]:
     return partial(Meshed, oracle)
 
 
+@pytest.fixture(scope="session")
+def small_pool() -> dict[str, Any]:
+    """Settings with room for one of the longest requests, or for two or three usual ones."""
+    return SMALL
+
+
 @pytest.fixture
 def fresh(oracle: Oracle) -> Iterator[Callable[..., Served]]:
     """`fresh(**settings)`: an engine of the test's own; `change` makes another model of the echo plugin's spec."""

@@ -164,3 +164,28 @@ def test_younger_requests_make_room_only_where_that_is_enough(parts: Callable[..
     while worker.step() is not None or scheduler.has_moved:
         pass
     assert not any(worker.is_open(name) for name in names)
+
+
+def test_what_is_dropped_while_it_waits_to_be_recomputed_is_not(parts: Callable[..., Any]) -> None:
+    """As where another worker has the only copy from now on."""
+    worker = parts(block_size=4, swap_space_bytes=0)
+    first, second = (worker.open("generate", "abcdefgh", seed=seed, max_tokens=30) for seed in range(2))
+    for _ in range(4):
+        worker.step()
+    scheduler, holdings = worker.scheduler, worker.router.holdings
+
+    def scope_of(name: str) -> Any:
+        return worker.router.requests[name].tenants[0].scopes[0]
+
+    for name, is_back in ((first, False), (second, True)):
+        scope = scope_of(name)
+        scheduler._move(scope.tenant)
+        assert len(scope.tenant.forgotten) == 1
+        if is_back:
+            assert not scheduler._bring_back(scope.tenant, [])
+            assert scope.tenant.num_rebuilding == 1
+        holdings.drop(scope, ("lm", "main"))
+        assert not scope.tenant.forgotten and scope.tenant.num_rebuilding == 0
+        assert not any(work.is_rebuild for work in scheduler.works())
+        assert is_back or scheduler._bring_back(scope.tenant, [])
+    worker.modules.check_integrity(holdings.scopes())

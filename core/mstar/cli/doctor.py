@@ -209,8 +209,6 @@ def _checkpoint(plugin: str, *, model: str) -> str:
 
 def _placement(plugin: str, *, model: str, name: str) -> str:
     """Which processes a placement starts, where."""
-    import torch
-
     from mstar import planning
     from mstar.model import find_model
     from mstar.placement import Placement
@@ -219,10 +217,7 @@ def _placement(plugin: str, *, model: str, name: str) -> str:
     found = find_model(engine, download=_downloaded)
     placement = Placement.wanted(engine, found.plugin.spec, found.graph)
     planning.check(found, placement, source=f"--placement {name}")
-    number = torch.cuda.device_count()
-    for device in (device for group in placement.groups for device in group.devices):
-        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= number:
-            raise ConfigError(f"it names {device}, but torch sees {number} CUDA devices")
+    planning.check_devices(placement, engine, source=f"--placement {name}")
     groups = [
         (f"{group.replicas} x " if group.replicas > 1 else "") + f"{group.name} ({placement.role_of(index)})"
         for index, group in enumerate(placement.groups)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from mstar.ipc.messages import Between, FromWorker, ToWorker
+from mstar.ipc.messages import FromWorker, ToWorker
 from mstar.ipc.tensors import decode, encode
 
 
@@ -25,7 +25,7 @@ class WorkerEnd(Protocol):
         Raises TypeError for values that may not cross, where they have to.
         """
 
-    def send_to(self, worker: int, message: Between) -> None:
+    def send_to(self, worker: int, message: ToWorker) -> None:
         """Never blocks; does nothing once that worker is gone."""
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:
@@ -63,7 +63,7 @@ class MemoryWorkerEnd:
     def send(self, message: FromWorker) -> None:
         self._peer.put(cast(FromWorker, decode(encode(message))) if self._check else message)
 
-    def send_to(self, worker: int, message: Between) -> None:
+    def send_to(self, worker: int, message: ToWorker) -> None:
         self._others[worker].put(cast(ToWorker, decode(encode(message))) if self._check else message)
 
     def receive(self, timeout_s: float | None = None) -> list[ToWorker]:

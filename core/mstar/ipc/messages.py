@@ -216,9 +216,22 @@ class Pages(Struct, tag=True, frozen=True, kw_only=True):
     sequence: dict[str, Any] | None = None
 
 
+class AskSteps(Struct, tag=True, frozen=True, kw_only=True):
+    """Worker `sender` waits for memory, with all it could run. It would know how many steps the other has run."""
+
+    sender: int
+
+
+class Steps(Struct, tag=True, frozen=True, kw_only=True):
+    """The answer of worker `sender`, between two steps."""
+
+    sender: int
+    steps: int
+
+
 Between = Feed | Call | Returned | ScopeStep | SendPages | Offer | Want | Pages
 
-ToWorker = Open | Begin | StopAt | Abort | Close | DropSession | Shutdown | Between
+ToWorker = Open | Begin | StopAt | Abort | Close | DropSession | Shutdown | Between | AskSteps | Steps
 
 # ---- worker -> engine -----------------------------------------------------------------------------------
 

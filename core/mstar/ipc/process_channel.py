@@ -128,7 +128,7 @@ class _Post:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, or comes in time."""
-        if self.inbox.getsockopt(_EVENTS) & _POLLIN:
+        if cast(int, self.inbox.getsockopt(_EVENTS)) & _POLLIN:
             return True
         if timeout_s <= 0:
             return False

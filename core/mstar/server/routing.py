@@ -150,6 +150,7 @@ class Routing:
             for worker in route:
                 self.replicas[worker].num_finished += is_good
         else:
+            assert not isinstance(message, messages.AskSteps | messages.Steps), "workers say that to each other"
             found = self._routed.get(message.request_id)
             route = () if found is None else found.route
         if isinstance(message, messages.Begin) and len(route) > 1:

@@ -149,9 +149,18 @@ def model_device(config: EngineConfig) -> torch.device:
     """--device, or CUDA where there is one."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device {config.device}: this torch sees no CUDA device; use --device cpu")
-    return torch.device(config.device)
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= (there := num_cuda_devices()):
+        wanted = f"choose one up to cuda:{there - 1}" if there else "use --device cpu"
+        raise ConfigError(
+            f"--device {device}: this torch sees {there or 'no'} CUDA device{'s'[: there != 1]}; {wanted}"
+        )
+    return device
+
+
+def num_cuda_devices() -> int:
+    """Those that torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def wanted_model_len(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> int:

@@ -13,6 +13,7 @@ from mstar.config import EngineConfig
 from mstar.errors import ConfigError, PluginError, RequestError
 from mstar.ipc.channel import WorkerEnd
 from mstar.ipc.messages import (
+    AskSteps,
     Beat,
     Between,
     Compiled,
@@ -23,6 +24,7 @@ from mstar.ipc.messages import (
     Ready,
     Shutdown,
     Stats,
+    Steps,
     ToWorker,
     WalkDone,
     Want,
@@ -40,6 +42,7 @@ from mstar.worker.places import Placing
 from mstar.worker.router import Router
 from mstar.worker.runner import Runner
 from mstar.worker.scheduler import Batch, Scheduler
+from mstar.worker.standstill import Standstill
 from mstar.worker.state import Work
 from mstar.worker.tape import Queue
 from mstar.worker.taped import Taper
@@ -50,7 +53,6 @@ log = logging.getLogger("mstar.worker")
 STATS_INTERVAL_S = 0.1
 IDLE_WAIT_S = 1.0  # only bounds how long a wait takes to notice that the process ends
 BLOCKED_WAIT_S = 0.05
-BLOCKED_BY_OTHERS_S = 10.0  # for so long memory may be held by what waits for other workers
 LONG_STEP_S = 1.0  # from then on a step is reported while it goes on
 BEAT_INTERVAL_S = 0.25
 
@@ -74,7 +76,7 @@ class Worker:
         self.is_blocked = False  # work is ready, but all of it waits for memory
         self._kept: list[ToWorker] = []  # messages that came in the middle of a step
         self.num_steps = 0
-        self._blocked_since_s = 0.0
+        self._standstill = Standstill(worker, send=end.send_to)
         self._checked_at_step = 0  # integrity is checked once at every return to idleness
         self._stats_due_s = 0.0
         self._last_stats: Stats | None = None
@@ -219,6 +221,10 @@ class Worker:
         for message in messages:
             if isinstance(message, Shutdown):
                 self.is_stopped = True
+            elif isinstance(message, AskSteps):
+                self._standstill.answer(message, num_steps=self.num_steps)
+            elif isinstance(message, Steps):
+                self._standstill.hear(message)
             else:
                 self.router.handle(message)
         self.router.resume()
@@ -238,8 +244,9 @@ class Worker:
             batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
         was_blocked, self.is_blocked = self.is_blocked, batch is None and self.scheduler.has_work and not is_running
         if not (self.is_blocked and was_blocked) or self.scheduler.awaits_others:
-            self._blocked_since_s = time.monotonic()
+            self._standstill.ends()
         if self.is_blocked and not self._may_be_helped():
+            self._standstill.eases()
             request = self.scheduler.victim_of_deadlock()
             message = "the KV cache is exhausted and nothing more can be moved to the host; raise --swap-space"
             self.router.fail(request, RequestError(message, status=503, code="kv_cache_exhausted"))
@@ -249,7 +256,8 @@ class Worker:
         """Whether what blocks all work here may end without it: by the engine, or by other workers."""
         if self.modules.places.is_alone:
             return self.router.awaits_engine()
-        return time.monotonic() - self._blocked_since_s < BLOCKED_BY_OTHERS_S
+        routes = (request.info.route for request in self.router.requests.values())
+        return not self._standstill.is_total({other for route in routes for other in route} - {self.worker})
 
     def route(self, finished: Finished) -> None:
         """Send what a batch gave on its way."""
