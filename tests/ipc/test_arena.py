@@ -136,3 +136,20 @@ def test_an_arena_has_no_name() -> None:
     before = set(os.listdir("/dev/shm"))
     os.close(create_arena(1, 1 << 20))
     assert set(os.listdir("/dev/shm")) == before
+
+
+def test_what_is_read_lies_in_memory_that_no_other_tensor_has(arena: Callable[[int], Views]) -> None:
+    owner, reader = arena(1 << 21)
+    length = 1 << 19
+
+    def again(seed: int) -> torch.Tensor:
+        return read(reader, owner.write(block(length, seed=seed), reader="a"), length)
+
+    first, second = again(1), again(2)
+    part, place = first[-10:], first.data_ptr()
+    del first
+    third = again(3)
+    assert torch.equal(part, block(length, seed=1)[-10:]) and torch.equal(second, block(length, seed=2))
+    assert len({place, second.data_ptr(), third.data_ptr()}) == 3
+    del part
+    assert again(4).data_ptr() == place, "used again once nobody has it"

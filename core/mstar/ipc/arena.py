@@ -28,7 +28,6 @@ _HEADER = 64
 _GROWTH = 1 << 20
 _POOLED = 1 << 18
 _KEPT_BYTES = 1 << 28
-_FREE = 3  # references to a buffer that no tensor has: of the list, of who looks, of the call that counts
 
 
 class ArenaError(Exception):
@@ -136,6 +135,7 @@ class _Memory:
     def __init__(self) -> None:
         self._buffers: list[mmap.mmap] = []
         self._lock = threading.Lock()
+        self._unused = _references_when_unused()
 
     def empty(self, num_bytes: int) -> Tensor:
         """Uninitialised, uint8 (B,)."""
@@ -144,7 +144,7 @@ class _Memory:
         size = 1 << (num_bytes - 1).bit_length()
         with self._lock:
             for buffer in self._buffers:
-                if len(buffer) == size and sys.getrefcount(buffer) == _FREE:
+                if len(buffer) == size and sys.getrefcount(buffer) == self._unused:
                     break
             else:
                 buffer = mmap.mmap(-1, size)
@@ -152,6 +152,12 @@ class _Memory:
                 while sum(map(len, self._buffers)) > _KEPT_BYTES:
                     del self._buffers[0]
             return torch.frombuffer(buffer, dtype=torch.uint8)[:num_bytes]
+
+
+def _references_when_unused() -> int:
+    """To a buffer that a list and who looks have, and no tensor; Python 3.14 counts fewer than those before."""
+    buffers = [mmap.mmap(-1, mmap.PAGESIZE)]
+    return next(sys.getrefcount(buffer) for buffer in buffers)
 
 
 _memory = _Memory()
