@@ -16,7 +16,7 @@ from mstar.ipc import messages
 from mstar.ipc.messages import Abort, Open, ScopeStep, Want
 from mstar.plugin.graph import Alias, Call, DynamicLoop, Each, Graph, Sequential, Walk
 from mstar.plugin.spec import ModelSpec
-from mstar.worker import worker
+from mstar.worker import standstill
 
 
 def test_all_tasks_one_by_one(meshed: Any, cases: Callable[..., Any]) -> None:
@@ -100,7 +100,7 @@ def test_who_only_waits_for_another_worker_is_not_taken_for_out_of_memory(
         return bool(handle(scope, message))
 
     monkeypatch.setattr(moves, "handle", slowly)
-    monkeypatch.setattr(worker, "BLOCKED_BY_OTHERS_S", 0.2)
+    monkeypatch.setattr(standstill, "PATIENCE_S", 0.2)
     ask = make("generate", "hello", max_tokens=3)
     served.oracle.check(ask, served.ask(ask))
     served.assert_clean()

@@ -161,7 +161,7 @@ class _Post:
         del self.arena
 
     def map(self, sender: int, file: int) -> Arena:
-        """A sender's arena, while the server has it. Raises _Gone."""
+        """A sender's arena, while the server has it. Raises _Gone; another OSError for what this process lacks."""
         try:
             opened = os.open(f"/proc/{self._server}/fd/{file}", os.O_RDWR)
             try:
@@ -170,7 +170,7 @@ class _Post:
                 os.close(opened)
             if arena.owner != sender:
                 raise ValueError(f"it is that of {arena.owner}")
-        except (OSError, ValueError) as error:  # no such file, or another one
+        except (FileNotFoundError, ProcessLookupError, ValueError) as error:  # no such file or process, or another file
             self._gone.add(sender)
             raise _Gone(f"the memory of process {sender} is not there: {error}") from error
         self.arenas[sender] = arena

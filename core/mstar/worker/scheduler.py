@@ -148,11 +148,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return any(self._queues.values()) or bool(self._suspended)
 
-    @property
-    def awaits_others(self) -> bool:
-        """Whether all there is to do waits for what other workers send, and nothing for memory here."""
-        return not self._suspended and all(w.arrival is not None and w.arrival.is_due for w in self.works())
-
     def suspend(self, cursor: Cursor) -> None:
         """A cursor needs its sequences, which are on the host, for a step that is not a method's."""
         self._suspended.append(cursor)

@@ -112,11 +112,6 @@ class Arrival:
     is_asked: bool = False
     is_here: bool = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is for its sender to go on."""
-        return not self.is_here and (self.offer is None or self.is_asked)
-
 
 @dataclass(slots=True, eq=False)
 class Coming:

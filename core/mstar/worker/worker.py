@@ -243,7 +243,7 @@ class Worker:
             self.router.resume()
             batch = self.cache.rest(self.scheduler.next_batch(), self.router.complete)
         was_blocked, self.is_blocked = self.is_blocked, batch is None and self.scheduler.has_work and not is_running
-        if not (self.is_blocked and was_blocked) or self.scheduler.awaits_others:
+        if not (self.is_blocked and was_blocked):
             self._standstill.ends()
         if self.is_blocked and not self._may_be_helped():
             self._standstill.eases()
