@@ -88,6 +88,16 @@ def test_a_placement_that_splits_what_shares_state_is_refused() -> None:
         planning.check(model, Placement.of(groups, model.graph))
 
 
+@pytest.mark.parametrize(
+    ("node", "ranks", "said"),
+    [("lm", 3, "x: a: lm: .* which 3 ranks cannot share"), ("snac", 2, "x: a: .* of snac none")],
+)
+def test_a_placement_that_splits_what_cannot_be_is_refused(orpheus: Model, node: str, ranks: int, said: str) -> None:
+    groups = [Group(name="a", nodes=(node,), tensor_parallel=ranks), Group(nodes=("*",))]
+    with pytest.raises(ConfigError, match=said):
+        planning.check(orpheus, Placement.of(groups, orpheus.graph), source="x")
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +246,10 @@ def test_a_device_that_is_not_given_is_told(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("groups: [{nodes: ['*'], devices: ['cuda:3']}]")
     code, _, err = run("--plugin", "orpheus", "--placement", str(path), "--devices", "cpu")
-    assert code == 2 and "the placement names device 'cuda:3'; --devices has cpu" in err
+    assert (
+        code == 2
+        and "the placement names device 'cuda:3'; --devices has cpu: name it there too, such as cuda:3=80GiB" in err
+    )
 
 
 class FakeNVML(SimpleNamespace):

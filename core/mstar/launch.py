@@ -40,7 +40,7 @@ from mstar.ipc.messages import Dead, WorkerStatus
 from mstar.layers import kernels, shims
 from mstar.model import Model, find_model
 from mstar.observe import printable, progress, size_text
-from mstar.placement import Placement
+from mstar.placement import Placement, check_devices
 from mstar.plugin.graph import Graph
 from mstar.plugin.spec import Checkpoint, ModelSpec, load_object, tinies
 from mstar.processes import STOP_S, Processes
@@ -128,7 +128,9 @@ async def started_engine(
     """
     model = model or find_model(config)
     placement = Placement.wanted(config, model.plugin.spec, model.graph)
-    planning.check(model, placement, source=f"--placement {config.placement}")
+    source = f"--placement {config.placement}"
+    planning.check(model, placement, source=source)
+    check_devices(placement.groups, num_cuda=torch.cuda.device_count(), source=source)
     threads = _set_threads(config, num_processes=placement.num_processes)
     is_alone = not config.workers and config.placement is None
     workers = _Thread(model, config) if is_alone else Processes(config, placement, threads=threads)

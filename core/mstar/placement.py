@@ -219,6 +219,7 @@ def _group(entry: Any, key: str, source: str) -> Group:
         value = entry
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", where):
             value = value[name or int(index)]
+        problem = problem.replace("`array`", "a list").replace("got `str`", "got a text")
         if "regex" in problem:
             problem = "expected auto, cpu, cuda or cuda:N"
         shown = f"{key}{where.rstrip('`')}" + (f" is {value!r}" if where else "")
@@ -241,6 +242,15 @@ def _check_groups(groups: tuple[Group, ...], source: str) -> None:
         if group.threads is not None and group.threads > num_cores():
             limit = f"at most {num_cores()}, the cores that this process may use; leave it out for the default"
             raise ConfigError(f"{at}.threads is {group.threads}; it must be {limit}")
+
+
+def check_devices(groups: Iterable[Group], *, num_cuda: int, source: str) -> None:
+    """Raise ConfigError if a group names a CUDA device that is not among so many."""
+    for group in groups:
+        for device in group.devices:
+            if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= num_cuda:
+                wanted = "name others, 'cpu', or none at all"
+                raise ConfigError(f"{source}: {group.name} has {device}, but torch sees {num_cuda} GPUs; {wanted}")
 
 
 # ---- what runs where --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from mstar.plugin.graph import calls
 from mstar.plugin.nodes import Node
 from mstar.plugin.spec import load_object
 from mstar.worker.modules import CPU_KV_BYTES, model_dtype
+from mstar.worker.ranks import split_node
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def meta_node(model: Model, module: str) -> Node:
 
 
 def check(model: Model, placement: Placement, *, source: str = "placement") -> None:
-    """Raise ConfigError if methods that share state are in several groups."""
+    """Raise ConfigError if methods that share state are in several groups, or modules cannot be split as told."""
     groups = [placement.modules_of(group) for group in range(len(placement.groups))]
     facts = {}
     for module in sorted({name for own in groups for name in own}):
@@ -168,6 +169,37 @@ def check(model: Model, placement: Placement, *, source: str = "placement") -> N
             methods = [m.name for node in model.graph.nodes if node.module == module for m in node.methods]
             facts[module] = stateful_methods(meta_node(model, module), methods)
     check_state(placement, facts, source=source)
+    for group, own in zip(placement.groups, groups, strict=True):
+        if group.tensor_parallel > 1:
+            _check_split(model, group, own, source=f"{source}: {group.name}")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One of several processes, for shapes alone."""
+
+    size: int
+    rank: int = 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _check_split(model: Model, group: Group, modules: Collection[str], *, source: str) -> None:
+    ranks = group.tensor_parallel
+    nodes = {name: meta_node(model, name) for name in sorted(modules)}
+    nodes = {name: node for name, node in nodes.items() if node.tensor_parallel}
+    if not nodes:
+        none = f"of {', '.join(sorted(modules))} none can be split"
+        raise ConfigError(f"{source}: tensor_parallel is {ranks}, but {none}; set it to 1")
+    for name, node in nodes.items():
+        try:
+            split_node(node, _Rank(ranks), name=name)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 def _size(name: str, node: Node, model: Model, config: EngineConfig, *, has_weights: bool) -> ModuleSize:
@@ -232,7 +264,9 @@ def _device(name: str, devices: Sequence[Device]) -> Device:
     for device in devices:
         if device.name == name:
             return device
-    raise ConfigError(f"the placement names device {name!r}; --devices has {', '.join(d.name for d in devices)}")
+    known, size = ", ".join(d.name for d in devices), "" if name == "cpu" else "=80GiB"
+    wanted = f"name it there too, such as {name}{size}, or change the placement"
+    raise ConfigError(f"the placement names device {name!r}; --devices has {known}: {wanted}")
 
 
 def judge(plan: Sequence[Process], devices: Sequence[Device], demand: Demand, *, is_float32: bool) -> Verdict:
