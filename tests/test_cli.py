@@ -597,7 +597,7 @@ def test_doctor_says_which_workers_a_placement_starts(run: Run, tmp_path: Path) 
     assert line("pd").endswith("2 workers: prefill (lm.prefill, lm.read, lm.push), decode (everything else)")
     path = tmp_path / "mine.yaml"
     path.write_text("groups: [{nodes: ['*'], replicas: 2, devices: ['cuda:7']}]")
-    assert line(str(path)).startswith("problem") and "it names cuda:7, but torch sees" in line(str(path))
+    assert line(str(path)).startswith("problem") and "has cuda:7, but torch sees" in line(str(path))
     assert "neither a file nor a placement of 'echo'; those are: colocated, disaggregated" in line("nothing")
 
 
