@@ -279,7 +279,10 @@ def test_a_device_that_is_not_given_is_told(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("groups: [{nodes: ['*'], devices: ['cuda:3']}]")
     code, _, err = run("--plugin", "orpheus", "--placement", str(path), "--devices", "cpu")
-    assert code == 2 and "the placement names device 'cuda:3'; --devices has cpu" in err
+    assert (
+        code == 2
+        and "the placement names device 'cuda:3'; --devices has cpu: name it there too, such as cuda:3=80GiB" in err
+    )
 
 
 class FakeNVML(SimpleNamespace):

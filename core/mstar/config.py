@@ -233,7 +233,7 @@ class EngineConfig:
     )  # fmt: skip
     placement: str | None = _setting(
         _text, None, "YAML file that says which worker processes run which parts, or the name of one of the plugin's",
-        default_text="none: --workers",
+        default_text="none",
     )  # fmt: skip
     kv_transfer: str = _setting(
         _text, "layers", "when a sequence's KV cache goes to the worker that goes on: with each layer or chunk of its "

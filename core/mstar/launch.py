@@ -128,8 +128,9 @@ async def started_engine(
     """
     model = model or find_model(config)
     placement = Placement.wanted(config, model.plugin.spec, model.graph)
-    planning.check(model, placement, source=f"--placement {config.placement}")
-    planning.check_devices(placement, config, source=f"--placement {config.placement}")
+    source = f"--placement {config.placement}"
+    planning.check(model, placement, source=source)
+    planning.check_devices(placement, config, source=source)
     threads = _set_threads(config, num_processes=placement.num_processes)
     is_alone = not config.workers and config.placement is None
     workers = _Thread(model, config) if is_alone else Processes(config, placement, threads=threads)

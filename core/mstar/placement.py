@@ -216,6 +216,7 @@ def _group(entry: Any, key: str, source: str) -> Group:
         value = entry
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", where):
             value = value[name or int(index)]
+        problem = problem.replace("`array`", "a list").replace("got `str`", "got a text")
         if "regex" in problem:
             problem = "expected auto, cpu, cuda or cuda:N"
         shown = f"{key}{where.rstrip('`')}" + (f" is {value!r}" if where else "")

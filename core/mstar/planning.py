@@ -262,7 +262,9 @@ def _device(name: str, devices: Sequence[Device]) -> Device:
     for device in devices:
         if device.name == name:
             return device
-    raise ConfigError(f"the placement names device {name!r}; --devices has {', '.join(d.name for d in devices)}")
+    known, size = ", ".join(d.name for d in devices), "" if name == "cpu" else "=80GiB"
+    wanted = f"name it there too, such as {name}{size}, or change the placement"
+    raise ConfigError(f"the placement names device {name!r}; --devices has {known}: {wanted}")
 
 
 def judge(plan: Sequence[Process], devices: Sequence[Device], demand: Demand, *, is_float32: bool) -> Verdict:

@@ -78,8 +78,7 @@ class Processes:
 
     def __init__(self, config: EngineConfig, placement: Placement, *, threads: int) -> None:
         self._config = config
-        self._groups = placement.groups
-        self._places = placement.workers
+        self._placement = placement
         self._threads = threads
         self._routing = Routing(
             placement, max_running_each=config.max_num_seqs, stall_timeout_s=config.stall_timeout_s,
@@ -97,7 +96,7 @@ class Processes:
     def start(self) -> None:
         """Start all; the engine learns when they are ready, or why not."""
         self._exchange = Exchange()
-        self._tasks = [asyncio.create_task(self._keep(place)) for place in self._places]
+        self._tasks = [asyncio.create_task(self._keep(place)) for place in self._placement.workers]
 
     async def stop(self, *, at_once: bool) -> None:
         """Wait for those that have been told to end, unless `at_once`, and kill the rest."""
@@ -139,16 +138,21 @@ class Processes:
             if self.end.closed.is_set():
                 return
             delay_s = self.end.ended(worker, reason, age_s=time.monotonic() - started)
-            then = "it is not started again" if delay_s is None else f"it is started again in {delay_s:g} s"
-            logger.error("%s; %s", self._routing.replicas[worker].reason, then)
+            logger.error("%s; %s", self._routing.replicas[worker].reason, self._then(delay_s))
+
+    def _then(self, delay_s: float | None) -> str:
+        """What becomes of a worker that has ended."""
+        if delay_s is not None:
+            return f"it is started again in {delay_s:g} s"
+        return "restart the server to have it back" if self._routing.has_started else "the start has failed"
 
     async def _run(self, place: WorkerPlace, end: ProcessEngineEnd) -> str:
         """Run one process to its end: how it ended."""
         num_devices = num_cuda_devices()
         config = worker_config(self._config, place, threads=self._threads, num_devices=num_devices)
         order = Order(
-            worker=place.index, groups=self._groups, config=msgspec.to_builtins(config, enc_hook=str), road=end.road,
-            parent=os.getpid(),
+            worker=place.index, groups=self._placement.groups, config=msgspec.to_builtins(config, enc_hook=str),
+            road=end.road, parent=os.getpid(),
             log_level=logging.getLevelName(logging.getLogger("mstar").getEffectiveLevel()).lower(),
         )  # fmt: skip
         try:
@@ -158,6 +162,8 @@ class Processes:
         finally:
             end.hand_over()
         self._alive[place.index] = process
+        role = self._placement.role_of(place.group)
+        logger.info("%s: process %d runs %s", self._routing.replicas[place.index].name, process.pid, role)
         try:
             assert process.stdin is not None
             with contextlib.suppress(ConnectionError):  # it has ended already; how is what counts
@@ -173,12 +179,17 @@ class Processes:
     async def _watch(self, worker: int, process: asyncio.subprocess.Process, end: ProcessEngineEnd) -> str:
         """Wait until a process ends, or has to: how it ended, or why it has to."""
         started = time.monotonic()
+        replica = self._routing.replicas[worker]
+        is_awaited = replica.num_restarts > 0
         listening = self.end.attach(worker, end, pid=process.pid)
         ending = asyncio.create_task(process.wait())
         try:
             while not (listening.done() or ending.done()):
                 await asyncio.wait((listening, ending), timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED)
                 now = time.monotonic()
+                if is_awaited and replica.is_ready:
+                    is_awaited = False
+                    logger.info("%s is ready again after %.0f s", replica.name, now - started)
                 why = self._routing.overdue(worker, silent_s=now - end.heard_at, age_s=now - started)
                 if why is not None and self._routing.has_started and not self.end.closed.is_set():
                     return f"{why}; its process was killed"

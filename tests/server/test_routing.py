@@ -207,11 +207,21 @@ def test_restarts_come_later_and_later_and_end() -> None:
     assert not any(isinstance(message, Dead) for message in told), "the other one goes on"
 
 
+def test_what_is_missing_is_told_until_all_of_it_is_back() -> None:
+    routing = routing_of(1, 1)
+    for worker in (0, 1):
+        end(routing, worker)
+        routing.started(worker, pid=7)
+    (capacity,) = routing.from_worker(1, ready_with())
+    assert isinstance(capacity, Capacity)
+    assert capacity.missing == "worker 0 (g0) has ended; it is being started again"
+
+
 def test_the_last_worker_that_is_given_up_ends_the_model() -> None:
     routing = routing_of(1)
     for _ in range(6):
         told, delay_s = end(routing, 0)
-    assert delay_s is None and isinstance(told[-1], Dead)
+    assert delay_s is None and isinstance(told[-1], Dead) and "given up after 5 restarts" in told[-1].reason
     assert states(routing) == ["dead"]
 
 

@@ -25,6 +25,8 @@ from mstar.errors import ConfigError, MstarError
 LIBRARIES = ("transformers", "safetensors", "huggingface_hub", "av", "starlette", "uvicorn", "msgspec", "pyzmq")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 SHARED_MEMORY_BYTES = 64 * 1024**2
+_ENDED = "read the server's log; workers that have ended are started again, unless they are dead"
+_DEAD = "read the server's log for why, and restart the server: a dead worker is not started again"
 _FAILURES = (ImportError, OSError, OverflowError, subprocess.SubprocessError, MstarError)
 
 
@@ -79,9 +81,12 @@ def doctor(
         asked.append(Check("checkpoint", look, remedy))
     if placement is not None:
         look = partial(_placement, options.choose_plugin(plugin), model=model or "tiny", name=placement)
-        asked.append(Check("placement", look, "change the file; 'mstar plan' writes one for these devices"))
+        asked.append(
+            Check("placement", look, "name another, or change the file; 'mstar plan' writes one for the devices here")
+        )
     problems = [check.run() for check in asked].count(False)
-    click.echo(f"{problems} to solve before mstar can serve" if problems else "nothing keeps mstar from serving")
+    wrong = f"{problems} to solve before mstar can serve" if url is None else f"{problems} not as it should be"
+    click.echo(wrong if problems else "nothing keeps mstar from serving")
     ctx.exit(1 if problems else 0)
 
 
@@ -96,7 +101,8 @@ def server_checks(url: str) -> list[Check]:
         found = [_stated("server", health["status"] if is_ok else health["error"]["message"], is_ok=is_ok)]
         rest = health.get("workers", ())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        return [_stated("server", f"no server of mstar answers at {url}: {error or repr(error)}", is_ok=False)]
+        problem = f"no server of mstar answers at {url}: {error or repr(error)}"
+        return [_stated("server", problem, is_ok=False, remedy="start one with 'mstar serve', or correct the URL")]
     for worker in rest:
         running, restarts = f"{worker['running']} running", f"{worker['restarts']} restarts"
         group = f"{worker['group']} ({worker['role']})"
@@ -104,17 +110,19 @@ def server_checks(url: str) -> list[Check]:
         process = f"process {' and '.join(map(str, pids)) or 'none'}"
         parts = [worker["state"], group, process, running, restarts, worker["detail"]]
         is_ok = worker["state"] == "ready"
-        found.append(_stated(f"worker {worker['worker']}", ", ".join(part for part in parts if part), is_ok=is_ok))
+        remedy = _DEAD if worker["state"] == "dead" else _ENDED
+        shown = ", ".join(part for part in parts if part)
+        found.append(_stated(f"worker {worker['worker']}", shown, is_ok=is_ok, remedy=remedy))
     return found
 
 
-def _stated(subject: str, text: str, *, is_ok: bool) -> Check:
+def _stated(subject: str, text: str, *, is_ok: bool, remedy: str = _ENDED) -> Check:
     def look() -> str:
         if not is_ok:
             raise ConfigError(text)
         return text
 
-    return Check(subject, look, "read the server's log; what has ended is started again, unless it is dead")
+    return Check(subject, look, remedy)
 
 
 def checks(host: str, *, port: int) -> list[Check]:

@@ -78,7 +78,8 @@ def plan(
         raise ConfigError("--placement says its own tensor_parallel; leave --tensor-parallel-size out")
     else:
         placement = Placement.wanted(engine, model.plugin.spec, model.graph)
-    planning.check(model, placement, source=f"--placement {engine.placement}" if engine.placement else "proposed")
+    source = "the placement for these devices" if engine.placement is None else f"--placement {engine.placement}"
+    planning.check(model, placement, source=source)
     processes = planning.processes(placement, sizes, found)
     is_float32 = model_dtype(engine, model.checkpoint).itemsize == 4
     verdict = planning.judge(processes, found, demand, is_float32=is_float32)

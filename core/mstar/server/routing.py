@@ -229,6 +229,8 @@ class Routing:
         replica.reason = f"{replica.name} has ended: {replica.reason or reason}"
         replica.pid = replica.ready = replica.long_step = replica.stats = None
         replica.is_given_up = not self.has_started or replica.failures > _MOST_RESTARTS
+        if replica.is_given_up and self.has_started:
+            replica.reason += f"; given up after {_MOST_RESTARTS} restarts in a row"
         if not self.has_started or all(other.is_given_up for other in self._group(replica.group)):
             return [messages.Dead(reason=replica.reason)], None
         told: list[FromWorker] = [self._capacity()]  # first, so that what is failed makes no room for others
@@ -241,7 +243,6 @@ class Routing:
             told.append(messages.SessionLost(session=session))
         told.append(self._stats())
         if replica.is_given_up:
-            replica.reason += f"; given up after {_MOST_RESTARTS} restarts in a row"
             return told, None
         replica.num_restarts += 1
         return told, _FIRST_DELAY_S * 2 ** (replica.failures - 1)
@@ -354,9 +355,16 @@ class Routing:
         """What the group can take that can take least; the reason, where that is nothing."""
         groups = [self._group(group) for group in range(len(self._groups))]
         num_ready = min(sum(replica.is_ready for replica in group) for group in groups)
-        lost = [r for group in groups if not any(r.is_ready for r in group) for r in group if r.reason is not None]
-        missing = f"{'; '.join(r.reason or '' for r in lost)}; it is being started again" if not num_ready else None
+        lost = [r for group in groups if not any(r.is_ready for r in group) for r in group]
+        missing = "; ".join(_absence(replica) for replica in lost) or None
         return messages.Capacity(most_running=num_ready * self._max_running_each, missing=missing)
+
+
+def _absence(replica: Replica) -> str:
+    """Why a worker that is not ready is not."""
+    if replica.is_given_up:
+        return replica.reason or f"{replica.name} is given up"
+    return f"{replica.reason or f'{replica.name} has ended'}; it is being started again"
 
 
 def _detail(replica: Replica) -> str | None:
