@@ -228,6 +228,8 @@ class Routing:
         replica.reason = f"{replica.name} has ended: {replica.reason or reason}"
         replica.pid = replica.ready = replica.long_step = replica.stats = None
         replica.is_given_up = not self.has_started or replica.failures > _MOST_RESTARTS
+        if replica.is_given_up and self.has_started:
+            replica.reason += f"; given up after {_MOST_RESTARTS} restarts in a row: restart the server"
         if not self.has_started or all(other.is_given_up for other in self._group(replica.group)):
             return [messages.Dead(reason=replica.reason)], None
         told: list[FromWorker] = [self._capacity()]  # first, so that what is failed makes no room for others
@@ -240,7 +242,6 @@ class Routing:
             told.append(messages.SessionLost(session=session))
         told.append(self._stats())
         if replica.is_given_up:
-            replica.reason += f"; given up after {_MOST_RESTARTS} restarts in a row"
             return told, None
         replica.num_restarts += 1
         return told, _FIRST_DELAY_S * 2 ** (replica.failures - 1)
