@@ -22,9 +22,9 @@ class Others:
         if (steps := self.steps[worker]) is not None:
             self.standstill.hear(Steps(sender=worker, steps=steps))
 
-    def seconds_until_total(self, *, most_s: float = 60.0) -> float:
+    def seconds_until_total(self, *, most_s: float = 60.0, is_patient: bool = False) -> float:
         started = self.now_s
-        while not self.standstill.is_total({1, 2}):
+        while not self.standstill.is_total({1, 2}, is_patient=is_patient):
             self.now_s += 0.05
             if self.now_s - started > most_s:
                 return float("inf")
@@ -67,5 +67,13 @@ def test_where_nobody_else_has_a_part_only_time_counts() -> None:
 
 def test_answers_say_who_and_how_many() -> None:
     sent: list[Any] = []
-    Standstill(3, send=lambda worker, message: sent.append((worker, message))).answer(AskSteps(sender=1), num_steps=7)
-    assert sent == [(1, Steps(sender=3, steps=7))]
+    standstill = Standstill(3, send=lambda worker, message: sent.append((worker, message)))
+    standstill.answer(AskSteps(sender=1), num_steps=7)
+    standstill.eases()
+    standstill.answer(AskSteps(sender=1), num_steps=7)
+    assert sent == [(1, Steps(sender=3, steps=7)), (1, Steps(sender=3, steps=8))]
+
+
+def test_who_holds_nothing_that_cannot_be_moved_leaves_it_to_others() -> None:
+    others = Others()
+    assert others.seconds_until_total(is_patient=True) >= 2 * PATIENCE_S

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar.config import EngineConfig
 from mstar.ipc.ranks import CallMethod, Settle, ToRank, Wire, restored, spared
 from mstar.plugin.nodes import KVLayout
 from mstar.worker.kv_pool import KVPool
@@ -111,6 +114,25 @@ def test_large_tensors_come_by_a_collective_in_order() -> None:
     assert found["items"][0] is None and found["items"][2] == "word"
     assert torch.equal(found["items"][1][0], small) and found["items"][1][1] is large and found["rows"] is larger
     assert found["bits"].dtype is torch.bool
+
+
+def test_a_call_that_fails_as_ranks_are_lost_tells_nobody_before_the_loss_is_told() -> None:
+    began, told = threading.Event(), list[str]()
+
+    def end(reason: str) -> None:
+        began.set()
+        time.sleep(0.2)  # a process ends here
+        told.append(reason)
+
+    team = Team(1, config=EngineConfig(plugin="echo"), device=torch.device("cpu"), on_lost=end)
+    watching = threading.Thread(target=team._lose, args=("rank 1 has ended: SIGKILL",))
+    watching.start()
+    began.wait()
+    team.ranks.is_broken = True
+    team._settle()  # of the call
+    assert told == ["rank 1 has ended: SIGKILL"]
+    watching.join()
+    team.close()
 
 
 def test_a_wire_knows_when_nobody_is_there_or_answers() -> None:

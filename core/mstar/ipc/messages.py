@@ -183,7 +183,10 @@ class Offer(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Want(Struct, tag=True, frozen=True, kw_only=True):
-    """Send the pages of what was offered, from token `start` on (the first of a page); `number`: in parts, ahead."""
+    """Send the pages of what was offered, from token `start` on (the first of a page); `number`: in parts, ahead.
+
+    `turn`: how often the receiver has asked before, and given up the room.
+    """
 
     request_id: str
     to: int
@@ -194,13 +197,14 @@ class Want(Struct, tag=True, frozen=True, kw_only=True):
     label: str
     start: int
     number: int = 0
+    turn: int = 0
 
 
 class Pages(Struct, tag=True, frozen=True, kw_only=True):
     """Contents of a sequence's pages from token `start` on: (2, layers, pages, kv heads, page size, head dim).
 
     `number` is that of a Want: then it may be a part, with layers from `first_layer` on, and the last part has
-    `sequence`, as an Offer.
+    `sequence`, as an Offer. `turn` is that of the Want too.
     """
 
     request_id: str
@@ -212,6 +216,7 @@ class Pages(Struct, tag=True, frozen=True, kw_only=True):
     start: int
     content: Any
     number: int = 0
+    turn: int = 0
     first_layer: int = 0
     sequence: dict[str, Any] | None = None
 

@@ -19,7 +19,7 @@ from mstar.worker.holdings import Holdings
 from mstar.worker.kv_pool import Sequence
 from mstar.worker.output import Output
 from mstar.worker.places import Places
-from mstar.worker.state import Arrival, Label, Scope, Work
+from mstar.worker.state import Arrival, Label, Scope, Tenant, Work
 
 
 class Moves:
@@ -141,10 +141,31 @@ class Moves:
         elif isinstance(message, Pages) and message.number:
             self.ahead.take(scope, message)
         elif isinstance(message, Pages):
-            arrival = scope.arrivals[(message.module, message.label)]
-            assert arrival.offer is not None
-            self._finish(scope, arrival.offer, message.start, message.content)
+            arrival = scope.arrivals.get((message.module, message.label))
+            if arrival is not None and arrival.is_asked and arrival.turn == message.turn:  # else it was given up
+                assert arrival.offer is not None
+                self._finish(scope, arrival.offer, message.start, message.content)
         return True
+
+    def give_up(self, tenant: Tenant, *, is_asked: bool) -> bool:
+        """Have younger tenants give up room for what is on its way to them; whether there was any.
+
+        Args:
+            is_asked: what a call waits for, to ask for it again later; else what comes ahead of one.
+        """
+        if not is_asked:
+            return self.ahead.give_up(tenant)
+        found = [
+            (scope, key, arrival)
+            for other in self._holdings.tenants() if other.rank > tenant.rank
+            for scope in other.scopes
+            for key, arrival in scope.arrivals.items() if arrival.is_asked and arrival.offer is not None
+        ]  # fmt: skip
+        for scope, key, arrival in found:
+            self._holdings.drop(scope, key)
+            scope.tenant.in_flight -= 1
+            arrival.is_asked, arrival.turn = False, arrival.turn + 1
+        return bool(found)
 
     def expect(self, work: Work, *, awaits: bool) -> None:
         """Let a call wait for its sequence if that is on its way."""
@@ -188,7 +209,7 @@ class Moves:
             Pages(
                 request_id=message.request_id, lane=message.lane, path=message.path, ordinal=message.ordinal,
                 module=message.module, label=message.label, start=message.start, content=content,
-                number=message.number, sequence=description(sequence) if message.number else None,
+                number=message.number, turn=message.turn, sequence=description(sequence) if message.number else None,
             ),
         )  # fmt: skip
 
@@ -223,7 +244,7 @@ class Moves:
             offer.sender,
             Want(
                 request_id=offer.request_id, to=self._places.worker, lane=offer.lane, path=offer.path,
-                ordinal=offer.ordinal, module=offer.module, label=offer.label, start=start,
+                ordinal=offer.ordinal, module=offer.module, label=offer.label, start=start, turn=arrival.turn,
             ),
         )  # fmt: skip
         return False

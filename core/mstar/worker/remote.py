@@ -150,32 +150,35 @@ class Remote:
     # ---- the guest's side -----------------------------------------------------------------------------------
 
     def handle(self, request: RequestState, message: Between) -> None:
-        """What another worker asks for, or sends; in the order it came, also while sequences are on the host."""
-        waiting = self._late.get(request.info.request_id)
-        if waiting is not None and not isinstance(message, Returned):
-            waiting.append(message)
-        elif not self._do(request, message):
-            self._late[request.info.request_id] = deque([message])
+        """What another worker asks for, or sends; in the order it came, also while sequences are on the host.
+
+        What concerns other tenants does not wait for those: it may give back the very pages that they need.
+        """
+        if isinstance(message, Returned):
+            self.returned(message)
+            return
+        waiting = self._late.get(request.info.request_id, ())
+        if any(_items(message) & _items(other) for other in waiting) or not self._do(request, message):
+            self._late.setdefault(request.info.request_id, deque()).append(message)
 
     def resume(self, request: RequestState) -> None:
         """Go on with what waited for sequences to come back from the host."""
-        waiting = self._late.pop(request.info.request_id, deque())
-        while waiting:
-            if not self._do(request, waiting[0]):
-                self._late[request.info.request_id] = waiting
-                return
-            waiting.popleft()
+        waiting, left, late = self._late.pop(request.info.request_id, deque()), deque[Between](), set[int]()
+        for message in waiting:
+            if late & _items(message) or not self._do(request, message):
+                left.append(message)
+                late |= _items(message)
+        if left and not request.is_dead:
+            self._late[request.info.request_id] = left
 
     def _do(self, request: RequestState, message: Between) -> bool:
         """False, with nothing done, if it has to wait."""
-        if isinstance(message, Returned):
-            self.returned(message)
-        elif isinstance(message, Call):
+        if isinstance(message, Call):
             self._run(request, message)
         elif isinstance(message, ScopeStep):
             return self._take_step(request, message)
         else:
-            assert not isinstance(message, Feed)
+            assert not isinstance(message, Feed | Returned)
             if isinstance(message, Pages | Want) and not request.scope(message.lane, message.path, message.ordinal):
                 return True  # what it was about has ended
             scope = self._scope(request, message.lane, message.path, message.ordinal)
@@ -183,8 +186,9 @@ class Remote:
         return True
 
     def _wait(self, request: RequestState, scope: Scope) -> bool:
-        lane = Lane(request, "", ELSEWHERE, scope)
-        self._scheduler.suspend(Cursor(lane, scope, (), 0, {}))
+        waiting = (c for c in self._scheduler.suspended if c.lane.program is ELSEWHERE)
+        if not any(cursor.scope.tenant is scope.tenant for cursor in waiting):
+            self._scheduler.suspend(Cursor(Lane(request, "", ELSEWHERE, scope), scope, (), 0, {}))
         return False
 
     def _take_step(self, request: RequestState, message: ScopeStep) -> bool:
@@ -266,3 +270,11 @@ class Remote:
     def _scope(self, request: RequestState, lane: str, path: Path, ordinal: int) -> Scope:
         found = request.scope(lane, path, ordinal)
         return found if found is not None else self._holdings.guest_scope(request, lane, path, ordinal)
+
+
+def _items(message: Any) -> set[int]:
+    """Which tenants of its request a message is about."""
+    paths = [message.path]
+    if isinstance(message, ScopeStep) and message.source_path is not None:
+        paths.append(message.source_path)
+    return {path[0] if path else -1 for path in paths}

@@ -57,7 +57,7 @@ class Router:
         scheduler.fail = self.fail
         scheduler.admit = self.remote.moves.admit
         scheduler.runs_here = self.remote.runs_here
-        scheduler.give_up = self.remote.moves.ahead.give_up
+        scheduler.give_up = self.remote.moves.give_up
 
     # ---- messages ---------------------------------------------------------------------------------------
 

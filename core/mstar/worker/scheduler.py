@@ -49,7 +49,8 @@ class Scheduler:
         fail: ends a request that asks for what it cannot get, such as a sampler's row; its work is discarded.
         admit: whether a work's sequence has come from another worker; given what makes room for it.
         runs_here: whether a cursor's next call runs in this worker, and on what is here already.
-        give_up: has younger tenants give up what they have reserved for what comes from other workers.
+        give_up: has tenants younger than one give up room for what comes from other workers; `is_asked`: also what
+            calls wait for.
     """
 
     def __init__(self, modules: Modules, *, config: EngineConfig) -> None:
@@ -60,11 +61,11 @@ class Scheduler:
         self.fail: Callable[[RequestState, Exception], None]
         self.admit: Callable[[Work, Callable[[Sequence, int], bool]], bool]
         self.runs_here: Callable[[Cursor, Run], bool]
-        self.give_up: Callable[[Tenant], bool] = lambda tenant: False
+        self.give_up: Callable[..., bool] = lambda tenant, *, is_asked: False
         self.num_swaps = 0
         self.num_rebuilds = 0
         self.has_moved = False  # a tenant came back or was moved since the last call of next_batch
-        self._suspended: list[Cursor] = []
+        self.suspended: list[Cursor] = []
         self._queues: dict[MethodKey, list[Work]] = {}
         self._runtime_s: dict[MethodKey, float] = {}
         self._step_s: dict[MethodKey, float] = {}  # what its last step took
@@ -124,7 +125,7 @@ class Scheduler:
         """Forget all work of a request."""
         for key, queue in self._queues.items():
             self._queues[key] = [work for work in queue if work.request is not request]
-        self._suspended = [cursor for cursor in self._suspended if cursor.lane.request is not request]
+        self.suspended = [cursor for cursor in self.suspended if cursor.lane.request is not request]
 
     def discard_scope(self, scope: Scope) -> None:
         """Forget the recomputation of what a scope no longer needs, or must begin anew."""
@@ -146,18 +147,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return any(self._queues.values()) or bool(self._suspended)
+        return any(self._queues.values()) or bool(self.suspended)
 
     def suspend(self, cursor: Cursor) -> None:
         """A cursor needs its sequences, which are on the host, for a step that is not a method's."""
-        self._suspended.append(cursor)
+        self.suspended.append(cursor)
 
     def take_resumable(self) -> list[Cursor]:
         """Suspended cursors whose sequences are back."""
-        back = [c for c in self._suspended if not c.scope.tenant.is_swapped or self._bring_back(c.scope.tenant, [])]
+        back = [c for c in self.suspended if not c.scope.tenant.is_swapped or self._bring_back(c.scope.tenant, [])]
         back = [c for c in back if not c.scope.tenant.num_rebuilding]
         if back:
-            self._suspended = [c for c in self._suspended if c not in back]
+            self.suspended = [c for c in self.suspended if c not in back]
         return back
 
     # ---- fairness ---------------------------------------------------------------------------------------
@@ -207,9 +208,14 @@ class Scheduler:
     def victim_of_deadlock(self) -> RequestState:
         """When work is ready and nothing runs: the youngest request that holds pages which cannot be moved."""
         holding = [t for t in self.tenants() if not t.request.is_dead and self.modules.num_pages_held(t)]
-        stuck = [t for t in holding if not self.modules.can_swap_out(t) and not self.modules.can_forget(t)]
-        waiting = [work.scope.tenant for work in self.works()] + [cursor.scope.tenant for cursor in self._suspended]
+        stuck = self.stuck()
+        waiting = [work.scope.tenant for work in self.works()] + [cursor.scope.tenant for cursor in self.suspended]
         return max(stuck or holding or waiting, key=lambda tenant: tenant.order).request
+
+    def stuck(self) -> list[Tenant]:
+        """Those that hold pages which cannot be moved."""
+        holding = [t for t in self.tenants() if not t.request.is_dead and self.modules.num_pages_held(t)]
+        return [t for t in holding if not self.modules.can_swap_out(t) and not self.modules.can_forget(t)]
 
     def _gather(self, key: MethodKey) -> list[Work]:
         queue = self._queues[key]
@@ -338,8 +344,14 @@ class Scheduler:
         Args:
             has_room: whether there is, without these tenants.
         """
-        if self.give_up(tenant) and has_room([]):
+        if self.give_up(tenant, is_asked=False) and has_room([]):
             return True
+        if self._move_younger(tenant, picked, has_room):
+            return True
+        can_more = self.give_up(tenant, is_asked=True)
+        return can_more and (has_room([]) or self._move_younger(tenant, picked, has_room))
+
+    def _move_younger(self, tenant: Tenant, picked: list[Work], has_room: Callable[[list[Tenant]], bool]) -> bool:
         busy = {id(work.scope.tenant) for work in picked}
         younger = [t for t in self.tenants() if t.rank > tenant.rank and id(t) not in busy]
         moved: list[Tenant] = []
@@ -388,7 +400,7 @@ class Scheduler:
 
     def _oldest_waiting(self) -> tuple[float, float]:
         """Rank of the oldest tenant that has something to run: one that only waits for its items needs no memory."""
-        scopes = [work.scope for work in self.works()] + [cursor.scope for cursor in self._suspended]
+        scopes = [work.scope for work in self.works()] + [cursor.scope for cursor in self.suspended]
         return min(scope.tenant.rank for scope in scopes)
 
     def _fits(self, tenant: Tenant, moved: list[Tenant]) -> bool:

@@ -33,6 +33,7 @@ class Standstill:
         self._send = send
         self._clock = clock
         self._since_s = 0.0
+        self._num_eased = 0
         self._asked_s = -math.inf
         self._steps: dict[int, int] = {}  # of other workers, as they last said
         self._heard_s: dict[int, float] = {}
@@ -46,10 +47,11 @@ class Standstill:
     def eases(self) -> None:
         """A request has been failed for it: others get a moment to go on with what that held."""
         self._since_s = self._clock() - PATIENCE_S + _AGAIN_S
+        self._num_eased += 1  # for others it is as good as a step
 
     def answer(self, question: AskSteps, *, num_steps: int) -> None:
         """Another worker asks."""
-        self._send(question.sender, Steps(sender=self._worker, steps=num_steps))
+        self._send(question.sender, Steps(sender=self._worker, steps=num_steps + self._num_eased))
 
     def hear(self, answer: Steps) -> None:
         """Another worker has said how many steps it has run: one more, and there is hope."""
@@ -58,12 +60,16 @@ class Standstill:
             self._steps[answer.sender] = answer.steps
             self._since_s = self._clock()
 
-    def is_total(self, others: Collection[int]) -> bool:
-        """Whether nobody has run a step for `PATIENCE_S`. Asks the others; who is in a step does not answer."""
+    def is_total(self, others: Collection[int], *, is_patient: bool = False) -> bool:
+        """Whether nobody has run a step for `PATIENCE_S`. Asks the others; who is in a step does not answer.
+
+        Args:
+            is_patient: for twice as long: what holds memory here could be moved, so it should end elsewhere.
+        """
         now = self._clock()
         if now - self._asked_s >= _ASK_S:
             self._asked_s = now
             for other in others:
                 self._send(other, AskSteps(sender=self._worker))
-        end_s = self._since_s + PATIENCE_S
+        end_s = self._since_s + PATIENCE_S * (2 if is_patient else 1)
         return now >= end_s and all(self._heard_s.get(other, -math.inf) >= end_s for other in others)

@@ -106,11 +106,13 @@ class Arrival:
     Args:
         offer: what it is, once that is known.
         is_asked: there is room for it, and its pages have been asked for.
+        turn: how often that was given up before.
     """
 
     offer: Offer | None = None
     is_asked: bool = False
     is_here: bool = False
+    turn: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -75,6 +75,7 @@ class Team:
     ) -> None:  # fmt: skip
         self._on_lost, self._timeout_s = on_lost, timeout_s
         self._lock = threading.Lock()
+        self._losing = threading.RLock()
         self._is_over = False
         self._wires: list[Wire] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -200,10 +201,11 @@ class Team:
                 self._lose(f"rank {rank} is out of step after a call that failed")
 
     def _lose(self, reason: str) -> None:
-        with self._lock:
-            was_over, self._is_over = self._is_over, True
-        if not was_over:
-            self._on_lost(reason)
+        with self._losing:  # who comes second must not tell requests of it before all has ended
+            with self._lock:
+                was_over, self._is_over = self._is_over, True
+            if not was_over:
+                self._on_lost(reason)
 
     # ---- processes --------------------------------------------------------------------------------------
 

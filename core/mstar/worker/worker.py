@@ -257,7 +257,8 @@ class Worker:
         if self.modules.places.is_alone:
             return self.router.awaits_engine()
         routes = (request.info.route for request in self.router.requests.values())
-        return not self._standstill.is_total({other for route in routes for other in route} - {self.worker})
+        others = {other for route in routes for other in route} - {self.worker}
+        return not self._standstill.is_total(others, is_patient=not self.scheduler.stuck())
 
     def route(self, finished: Finished) -> None:
         """Send what a batch gave on its way."""
