@@ -218,7 +218,7 @@ def test_nothing_is_taken_in_before_ready_when_dead_or_draining() -> None:
     for prepare, reason in [
         (lambda: None, "loading"),
         (lambda: setattr(state, "draining", True), "shutting down"),
-        (lambda: state.receive(Dead(reason="broke"), now=0), "broke"),
+        (lambda: state.receive(Dead(reason="broke"), now=0), "broke; the server has to be restarted"),
     ]:
         prepare()
         with pytest.raises(RequestError, match=reason) as caught:

@@ -26,6 +26,7 @@ _SETTINGS = {
     "plugin", "model", "parts", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "placement",
 }  # fmt: skip
+_LEAST_BYTES = 1 << 20  # of a device; fewer is a unit left out
 _MEMORY = Path("/proc/meminfo")
 _QUOTA = Path("/sys/fs/cgroup/memory.max")
 _CONFIGURATION = ("*.json", "*.txt")
@@ -143,6 +144,10 @@ def _size(text: str, entry: str) -> int:
         memory: int = config.flags(config.EngineConfig)["kv_cache_memory_bytes"].parse(text)
     except ValueError as error:
         raise ConfigError(f"--devices names {entry!r}: {error}") from error
+    if memory < _LEAST_BYTES:
+        raise ConfigError(
+            f"--devices names {entry!r}, a device of {memory} bytes; give a size with its unit, such as 80GiB"
+        )
     return memory
 
 

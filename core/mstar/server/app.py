@@ -313,7 +313,7 @@ class Surface:
             error = RequestError(message, status=error.status_code, code=code)
         elif not isinstance(error, RequestError):
             error = RequestError("internal error; the server's log has more", status=500)
-        if error.status in (429, 503):
+        if error.status in (429, 503) and self._engine.state.dead is None:
             headers["Retry-After"] = str(self._engine.state.retry_after_s)
         if error.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -223,7 +223,8 @@ class EngineState:
     ) -> list[Action]:
         """Take a request in before it is encoded. Raises RequestError: 503, 429, 409 or 410."""
         if (reason := self.unready) is not None:
-            raise RequestError(f"{reason}; try again later", status=503, code="unavailable")
+            then = "try again later" if self.dead is None else "the server has to be restarted"
+            raise RequestError(f"{reason}; {then}", status=503, code="unavailable")
         most = self.limits.max_running + self.limits.max_queue
         if len(self._entries) >= most:
             message = f"{len(self._entries)} requests are running or waiting; the limit is {most}; "
