@@ -116,7 +116,10 @@ def test_a_server_that_cannot_start_says_why_within_seconds(tmp_path: Path) -> N
             "a typo in the file": (["--port", "0", "--config", str(settings)], ["max-num-seq", "max-num-seqs"]),
             "an unknown flag": (["--port", "0", "--frobnicate"], ["--frobnicate"]),
             "a typo in the placement": (["--placement", str(misspelt)], ["replica", "replicas", "groups[0]"]),
-            "heads that three do not divide": (["--placement", str(odd)], ["worker 0", "4 query heads", "3 ranks"]),
+            "heads that three do not divide": (
+                ["--placement", str(odd)],
+                ["groups[0].tensor_parallel is 3", "4 query heads", "3 ranks"],
+            ),
             "too little memory": (["--port", "0", "--kv-cache-memory-bytes", "1"], ["kv-cache-memory-bytes"]),
         }
         started = {
