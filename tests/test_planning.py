@@ -264,7 +264,7 @@ def test_it_lists_a_plugin_s_placements(run: Run) -> None:
     ("devices", "said"),
     [
         ("gpu", "--devices names 'gpu'; expected auto, or cpu or cuda:N"),
-        ("cpu=100", "--devices names 'cpu=100', a device of 100 bytes; give its unit too"),
+        ("cpu=100", "--devices names 'cpu=100', a device of 100 bytes; give a size with its unit"),
         ("cuda:0=much", "--devices names 'cuda:0=much': expected bytes"),
         ("cuda:0=1GiB,cuda:0=1GiB", "names 'cuda:0' twice"),
         ("cuda:5", "give its memory: cuda:5=80GiB"),
