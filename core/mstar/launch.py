@@ -59,6 +59,7 @@ from mstar.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 10.0
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed as its next request is sent
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -339,6 +340,7 @@ class Server(uvicorn.Server):
         more |= {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
         more["ssl_cert_reqs"] = ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE
         more["http"] = functools.partial(Connection, client_timeout_s=config.client_timeout_s)
+        more["timeout_keep_alive"] = _KEEP_ALIVE_S
         # The application has no lifespan, and a forced end would log that it was cancelled.
         super().__init__(uvicorn.Config(app, log_level=config.log_level, lifespan="off", **more))
         self.is_cut = False
