@@ -156,7 +156,8 @@ def test_requests_are_spread_over_processes(places: Callable[[str], Any], make: 
             handle.abort()
         return seen
 
-    assert served.run(scenario()) == [[1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
+    # Whoever is chosen first, which what ended just before may decide.
+    assert [sorted(held) for held in served.run(scenario())] == [[0, 1], [1, 1], [1, 2], [2, 2], [2, 3], [3, 3]]
     pids = {worker.pid for worker in served.engine.workers()}
     assert len(pids) == 2 and os.getpid() not in pids
     served.assert_clean()
